@@ -1,0 +1,45 @@
+"""Gatecrash attacks out-of-distribution detectors, measures how far they break, and hardens them.
+
+>>> import torch, gatecrash as gate
+>>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 8 * 8, 4))
+>>> encoder = gate.Encoder(model)
+>>> noise, images = torch.rand(2, 3, 8, 8), torch.full((2, 3, 8, 8), 0.5)
+>>> found = gate.collide(encoder, noise, images, gate.L2(2.0), steps=100)
+>>> bool((found.mape < 0.01).all())
+True
+"""
+
+from gatecrash import detectors, metrics, networks
+from gatecrash.attacks import admit, attack_softmax, bim, collide, evict, fgsm, pgd, score_to
+from gatecrash.ball import L2, Ball, Linf
+from gatecrash.encoder import Encoder
+from gatecrash.search import Found, search
+from gatecrash.stepper import Adamax, Apgd, Langevin, Normalised, Sign
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Adamax",
+    "Apgd",
+    "Ball",
+    "Encoder",
+    "Found",
+    "L2",
+    "Langevin",
+    "Linf",
+    "Normalised",
+    "Sign",
+    "__version__",
+    "admit",
+    "attack_softmax",
+    "bim",
+    "collide",
+    "detectors",
+    "evict",
+    "fgsm",
+    "metrics",
+    "networks",
+    "pgd",
+    "score_to",
+    "search",
+]

@@ -1,0 +1,92 @@
+"""Attacks on the latent: an outlier is made to collide with an inlier."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Unpack
+
+import torch
+from torch import Tensor, nn
+
+from gatecrash.attacks.registry import register
+from gatecrash.ball import Ball
+from gatecrash.encoder import as_encoder
+from gatecrash.images import check_images, check_pair
+from gatecrash.metrics import mape
+from gatecrash.objective import MatchLatent
+from gatecrash.protocols import Encoder, Latent, Stepper, detached, joined, leaves
+from gatecrash.search import Found, SearchOptions, search
+from gatecrash.stepper import Adamax, ScheduleName
+
+
+@register("collide", aim="latent", paper="Liang et al., Algorithm 1")
+def collide(
+    encoder: Encoder | nn.Module,
+    start: Tensor,
+    target: Tensor,
+    ball: Ball,
+    *,
+    steps: int = 300,
+    step: float | None = None,
+    schedule: ScheduleName = "cosine",
+    stepper: Stepper | None = None,
+    **options: Unpack[SearchOptions],
+) -> Found:
+    """Make images collide with others in latent space: f(x) ≅ f(target), with x near its start.
+
+    Liang et al.'s Algorithm 1: from a random point of the ball, Adamax on the gradient of ‖f(x) − f(target)‖², divided
+    by its length (L2) or as its sign (L∞), then back into ball and box. `schedule="constant"` is the paper's fixed
+    step; the default anneals it, which comes several times closer at the same cost. The paper keeps the last point of
+    one run: `keep="last"`.
+
+    Args:
+        encoder: images → latent; any network or `Encoder`. A detector's `encode` makes the detector itself the aim.
+        start: (B, C, H, W) in [0, 1]; one image is repeated for all targets.
+        target: (B, C, H, W) in [0, 1].
+        ball: how far x may be from its start.
+        steps: steps per run.
+        step: α; None is ε/100.
+        schedule: how the step shrinks.
+        stepper: another way to move; then `step` and `schedule` say nothing.
+        **options: as for `search`.
+
+    Returns:
+        What was found; `found.mape` is mean|z′ − z| / max|z| per sample.
+
+    Raises:
+        ValueError: start and target differ in shape, or are no images.
+    """
+    check_images(start, "start")
+    check_images(target, "target")
+    if len(start) == 1:
+        start = start.expand(len(target), -1, -1, -1)
+    check_pair(start, target)
+    network: Encoder = as_encoder(encoder) if isinstance(encoder, nn.Module) else encoder
+    goal = latents(network, target, options.get("batch_size"))
+    options.setdefault("random_start", True)
+    found = search(
+        MatchLatent(network, goal),
+        start,
+        ball,
+        stepper=stepper or Adamax(step, schedule, straight=0 if schedule == "constant" else 0.5),
+        steps=steps,
+        **options,
+    )
+    return found.with_measured(
+        lambda rung: replace(rung, mape=mape(latents(network, rung.x, options.get("batch_size")), goal))
+    )
+
+
+def latents(encoder: Encoder, x: Tensor, batch_size: int | None) -> Latent:
+    """The latents of images without their history, batch by batch.
+
+    Raises:
+        ValueError: the network's output is not finite; it names the first such batch.
+    """
+    parts = []
+    for index, batch in enumerate(x.split(batch_size or len(x))):
+        with torch.no_grad():
+            parts.append(detached(encoder(batch)))
+        if not all(bool(leaf.isfinite().all()) for leaf in leaves(parts[-1])):
+            raise ValueError(f"the network's output has NaN or infinity, first in batch {index}")
+    return joined(parts)

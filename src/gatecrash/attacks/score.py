@@ -1,0 +1,107 @@
+"""Attacks on a detector's score: lower it, raise it, bring it to a value."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Unpack
+
+import torch
+from torch import Tensor
+
+from gatecrash.attacks.registry import register
+from gatecrash.ball import Ball
+from gatecrash.objective import LowerScore, RaiseScore, ScoreNear
+from gatecrash.protocols import Detector, Stepper
+from gatecrash.search import Found, SearchOptions, search
+from gatecrash.stepper import Adamax, Apgd
+
+
+@register("admit", aim="score", paper="Fort, Section 2.1")
+def admit(
+    detector: Detector,
+    outliers: Tensor,
+    ball: Ball,
+    *,
+    steps: int = 100,
+    stepper: Stepper | None = None,
+    **options: Unpack[SearchOptions],
+) -> Found:
+    """Lower the score of outliers until the detector lets them in.
+
+    `stop` is a score: an outlier at or below it is in, and is left alone from then on. Fort's attack, 30 sign steps
+    with its trajectory, is `admit(detector, x, Linf(0.009), stepper=Sign(3e-4), steps=30, keep="last", record=True)`.
+
+    Args:
+        detector: any detector; its exact score is attacked, preprocessing included.
+        outliers: (B, C, H, W) in [0, 1].
+        ball: how far an image may be moved.
+        steps: steps per run.
+        stepper: how to move; APGD by default.
+        **options: as for `search`.
+    """
+    require_fitted(detector)
+    found = search(LowerScore(detector), outliers, ball, stepper=stepper or Apgd(), steps=steps, **options)
+    return found.with_measured(lambda rung: replace(rung, score=rung.value, start_score=rung.start_value))
+
+
+@register("evict", aim="score", paper="Fort, Section 2.1")
+def evict(
+    detector: Detector,
+    inliers: Tensor,
+    ball: Ball,
+    *,
+    steps: int = 100,
+    stepper: Stepper | None = None,
+    **options: Unpack[SearchOptions],
+) -> Found:
+    """Raise the score of inliers until the detector throws them out.
+
+    The mirror image of `admit`: `stop` is a score, and an inlier at or above it is out. The objective, `found.value`,
+    is minus the score.
+    """
+    require_fitted(detector)
+    stop = options.get("stop")
+    if stop is not None:
+        options["stop"] = -stop
+    found = search(RaiseScore(detector), inliers, ball, stepper=stepper or Apgd(), steps=steps, **options)
+    return found.with_measured(lambda rung: replace(rung, score=-rung.value, start_score=-rung.start_value))
+
+
+@register("score_to", aim="score", paper="Liang et al., Section 2.3")
+def score_to(
+    detector: Detector,
+    start: Tensor,
+    value: float | Tensor,
+    ball: Ball,
+    *,
+    steps: int = 100,
+    stepper: Stepper | None = None,
+    **options: Unpack[SearchOptions],
+) -> Found:
+    """Bring the score of images to a value, one for all or one per image.
+
+    The objective is the squared distance of the score from the value, and `stop` is in its units. The default stepper
+    is annealed Adamax, which ends on the value itself rather than to either side of it.
+    """
+    require_fitted(detector)
+    goal = torch.as_tensor(value, dtype=start.dtype, device=start.device)
+    if goal.ndim and goal.shape != start.shape[:1]:
+        raise ValueError(f"value must be one number or of shape ({len(start)},), got {tuple(goal.shape)}")
+    found = search(ScoreNear(detector, goal), start, ball, stepper=stepper or Adamax(), steps=steps, **options)
+    before = scores(detector, start, options.get("batch_size"))
+    return found.with_measured(
+        lambda rung: replace(rung, score=scores(detector, rung.x, options.get("batch_size")), start_score=before)
+    )
+
+
+def scores(detector: Detector, x: Tensor, batch_size: int | None) -> Tensor:
+    """The scores of images batch by batch, (B,), without gradients."""
+    with torch.no_grad():
+        return torch.cat([detector(batch) for batch in x.split(batch_size or len(x))])
+
+
+def require_fitted(detector: Detector) -> None:
+    """Raises a ValueError when the detector knows that it is not fitted."""
+    check = getattr(detector, "require_fitted", None)
+    if check is not None:
+        check()

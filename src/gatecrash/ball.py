@@ -1,0 +1,170 @@
+"""The balls an attack may move in: L2(eps) and Linf(eps) around the starting images, inside the pixel box [0, 1]."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gatecrash.registry import Registry
+
+BALLS: Registry[type[Ball]] = Registry("norm")
+
+_NEWTON = 8
+"""Iterations of the L2 projection; every one of them lies inside the ball, and few boxes need more than four."""
+
+_MARGIN = 1e-6
+"""How much smaller, relatively, the L2 ball is made, so that float32 rounding cannot leave it."""
+
+
+class Ball(ABC):
+    """All points within `eps` of a centre in one norm, and inside `box` (None: no box, for latent space).
+
+    `eps` may be a list: a search then runs along it from small to large, each started from the one before. `ball.eps`
+    is its largest value and `ball.rungs` the single balls in the order of the list.
+
+    Raises:
+        ValueError: an eps is not a positive number, or the box is empty.
+    """
+
+    norm: ClassVar[str]
+
+    def __init__(self, eps: float | Sequence[float], box: tuple[float, float] | None = (0.0, 1.0)) -> None:
+        ladder = tuple(float(rung) for rung in eps) if isinstance(eps, Sequence) else (float(eps),)
+        if not ladder:
+            raise ValueError("eps must be positive, got an empty list")
+        for rung in ladder:
+            if not (rung > 0 and math.isfinite(rung)):
+                raise ValueError(f"eps must be positive, got {rung:g}")
+        if box is not None and not box[0] < box[1]:
+            raise ValueError(f"box must be (low, high) with low < high, got {box}")
+        self.ladder = ladder
+        self.eps = max(ladder)
+        self.box = box
+
+    @property
+    def rungs(self) -> list[Ball]:
+        """One ball per eps, in the order given."""
+        return [type(self)(eps, self.box) for eps in self.ladder]
+
+    @abstractmethod
+    def distance(self, x: Tensor, centre: Tensor) -> Tensor:
+        """Distance of every sample from its centre, (B,)."""
+
+    @abstractmethod
+    def project(self, x: Tensor, centre: Tensor) -> Tensor:
+        """The nearest points of ball and box; `centre` must lie in the box."""
+
+    @abstractmethod
+    def direction(self, gradient: Tensor) -> Tensor:
+        """The gradient as a step of unit length in this norm: its sign, or divided by its length; zero stays zero."""
+
+    def random_start(self, centre: Tensor, uniform: Tensor) -> Tensor:
+        """A random point of ball and box: ±eps in every coordinate, from `uniform` in [0, 1), then projected."""
+        return self.project(centre + (2 * uniform - 1) * self.eps, centre)
+
+    def clamp(self, x: Tensor) -> Tensor:
+        """The points moved into the box, where there is one."""
+        return x if self.box is None else x.clamp(*self.box)
+
+    def contains(self, x: Tensor, centre: Tensor, slack: float = 1e-6) -> Tensor:
+        """Whether every sample lies in ball and box, (B,), measured in float64 where the device has it."""
+        if x.device.type != "mps":
+            x, centre = x.double(), centre.double()
+        inside = self.distance(x, centre) <= self.eps + slack
+        if self.box is not None:
+            flat = x.flatten(1)
+            inside &= (flat >= self.box[0] - slack).all(dim=1) & (flat <= self.box[1] + slack).all(dim=1)
+        return inside
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.ladder, self.box))
+
+    def __repr__(self) -> str:
+        eps = f"{self.eps:g}" if len(self.ladder) == 1 else "[" + ", ".join(f"{rung:g}" for rung in self.ladder) + "]"
+        box = "" if self.box == (0.0, 1.0) else f", box={self.box}"
+        return f"{type(self).__name__}({eps}{box})"
+
+
+@BALLS.register("linf")
+class Linf(Ball):
+    """Every pixel may change by at most eps."""
+
+    norm = "linf"
+
+    def distance(self, x: Tensor, centre: Tensor) -> Tensor:
+        """The largest change of a pixel, (B,)."""
+        return distance(x, centre, "linf")
+
+    def project(self, x: Tensor, centre: Tensor) -> Tensor:
+        """The nearest points of ball and box, by clamping twice."""
+        return self.clamp(torch.minimum(torch.maximum(x, centre - self.eps), centre + self.eps))
+
+    def direction(self, gradient: Tensor) -> Tensor:
+        """The sign of the gradient."""
+        return gradient.sign()
+
+
+@BALLS.register("l2")
+class L2(Ball):
+    """The Euclidean length of the change is at most eps."""
+
+    norm = "l2"
+
+    def distance(self, x: Tensor, centre: Tensor) -> Tensor:
+        """The Euclidean length of the change, (B,)."""
+        return distance(x, centre, "l2")
+
+    def project(self, x: Tensor, centre: Tensor) -> Tensor:
+        """The nearest points of ball and box together.
+
+        With d = x − centre the answer is centre + clip(√t·d, box − centre) for one t in (0, 1]. The squared length of
+        that is Σ min(t·d², b²), b the room a pixel has: concave and piecewise linear in t, so that Newton's method
+        from the left never leaves the ball and ends after finitely many steps.
+        """
+        budget = (self.eps * (1 - _MARGIN)) ** 2
+        d = (x - centre).flatten(1)
+        squares = d.square()
+        if self.box is None:
+            t = (budget / squares.sum(dim=1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)).clamp(max=1)
+            return centre + (t.sqrt() * d).view_as(x)
+        flat = centre.flatten(1)
+        room = torch.where(d > 0, self.box[1] - flat, flat - self.box[0]).square()
+        t = (budget / squares.sum(dim=1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)).clamp(max=1)
+        for _ in range(_NEWTON):
+            clipped = t * squares >= room
+            fixed = torch.where(clipped, room, 0).sum(dim=1, keepdim=True)
+            free = torch.where(clipped, 0, squares).sum(dim=1, keepdim=True)
+            t = torch.maximum(t, ((budget - fixed) / free.clamp_min(torch.finfo(x.dtype).tiny)).clamp(max=1))
+        return self.clamp(centre + (t.sqrt() * d).view_as(x))
+
+    def direction(self, gradient: Tensor) -> Tensor:
+        """The gradient divided by its Euclidean length."""
+        return normalised(gradient)
+
+
+def distance(x: Tensor, other: Tensor, norm: str) -> Tensor:
+    """Distance of two batches sample by sample, (B,), in `norm`: "l2" or "linf"."""
+    difference = (x - other).flatten(1)
+    if norm == "l2":
+        length: Tensor = torch.linalg.vector_norm(difference, dim=1)
+        return length
+    if norm == "linf":
+        return difference.abs().amax(dim=1)
+    raise ValueError(f"norm must be 'l2' or 'linf', got {norm!r}")
+
+
+def normalised(gradient: Tensor) -> Tensor:
+    """Every sample's gradient divided by its Euclidean length; scaled first, so that tiny ones do not underflow."""
+    flat = gradient.flatten(1)
+    scaled = flat / flat.abs().amax(dim=1, keepdim=True).clamp_min(torch.finfo(flat.dtype).tiny)
+    length = torch.linalg.vector_norm(scaled, dim=1, keepdim=True)
+    unit: Tensor = torch.where(length > 0, scaled / length.clamp_min(1e-12), 0)
+    return unit.view_as(gradient)

@@ -1,0 +1,218 @@
+"""What a run leaves behind: a directory with its plan, results, samples, pictures and manifest."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NotRequired, TypedDict
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from gatecrash.files import replacing, write_text
+
+SCHEMA = 1
+
+Side = Literal["none", "out", "in", "both"]
+
+
+class Row(TypedDict):
+    """One line of an audit's table: a detector on a pair of sets, before or after an attack; fractions in 0..1."""
+
+    detector: str
+    inliers: str
+    outliers: str
+    attack: str
+    """"none", or the attack's name with what it was aimed at."""
+    side: Side
+    norm: str | None
+    eps: float | None
+    steps: int | None
+    restarts: int | None
+    auroc: float
+    auroc_ci: list[float]
+    aupr_in: float
+    aupr_out: float
+    fpr95: float
+    detection_error: float
+    n_in: int
+    n_out: int
+    fpr95_frozen: NotRequired[float]
+    fpr95_out_positive: NotRequired[float]
+    clean_auroc: NotRequired[float]
+    mape_median: NotRequired[float]
+    mape_p90: NotRequired[float]
+    target_distance_median: NotRequired[float]
+    certified_auroc: NotRequired[float]
+
+
+class Check(TypedDict):
+    """One doubt about the result, and how it came out."""
+
+    name: str
+    status: Literal["pass", "warn", "fail"]
+    sentence: str
+
+
+class Results(TypedDict):
+    """The content of `results.json`."""
+
+    schema: int
+    rows: list[Row]
+    checks: list[Check]
+    manifest: dict[str, Any]
+
+
+SAMPLES = pa.schema(
+    [
+        ("detector", pa.string()),
+        ("attack", pa.string()),
+        ("side", pa.string()),
+        ("norm", pa.string()),
+        ("eps", pa.float64()),
+        ("set", pa.string()),
+        ("role", pa.string()),
+        ("index", pa.int64()),
+        ("clean_score", pa.float64()),
+        ("attacked_score", pa.float64()),
+        ("l2", pa.float64()),
+        ("linf", pa.float64()),
+        ("steps", pa.int64()),
+        ("evaluations", pa.int64()),
+        ("mape", pa.float64()),
+        ("target_index", pa.int64()),
+        ("target_distance", pa.float64()),
+    ]
+)
+"""A row per image and attack. `role` is "in" or "out"; `side` is the side attacked, that of the image itself ("none"
+for the clean rows, whose attacked score is the clean one). `mape`, `target_index` and `target_distance` are filled for
+collisions only: the inlier that the image was made to collide with, and how far that is in the attack's own norm."""
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """A few collisions to look at: n targets, starts and what was found, with the latents of all three."""
+
+    title: str
+    attack: str
+    norm: str
+    eps: float
+    target: Tensor
+    """(n, C, H, W), the inliers."""
+    start: Tensor
+    """(n, C, H, W)."""
+    found: Tensor
+    """(n, C, H, W)."""
+    z_target: Tensor
+    """(n, D)."""
+    z_start: Tensor
+    """(n, D)."""
+    z_found: Tensor
+    """(n, D)."""
+    mape: list[float] = field(default_factory=list)
+    distance: list[float] = field(default_factory=list)
+    """From start to found, in `norm`."""
+    target_distance: list[float] = field(default_factory=list)
+    """From start to target, in `norm`."""
+    names: list[str] = field(default_factory=list)
+    """What the targets show, where that is known."""
+
+
+_TENSORS = ("target", "start", "found", "z_target", "z_start", "z_found")
+
+
+class Bundle:
+    """A run's directory. Every file is written whole or not at all."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+
+    @property
+    def report(self) -> Path:
+        """Where the report stands."""
+        return self.folder / "report.html"
+
+    def exists(self) -> bool:
+        """Whether a run has begun here."""
+        return (self.folder / "plan.yaml").is_file()
+
+    def write_plan(self, text: str) -> None:
+        """The resolved plan, as YAML."""
+        write_text(self.folder / "plan.yaml", text)
+
+    def plan_text(self) -> str:
+        """The resolved plan, as YAML."""
+        return self._existing("plan.yaml").read_text(encoding="utf-8")
+
+    def write_results(self, rows: Sequence[Row], checks: Sequence[Check], manifest: Mapping[str, Any]) -> None:
+        """`results.json` and `manifest.json`."""
+        results = {"schema": SCHEMA, "rows": rows, "checks": checks, "manifest": manifest}
+        write_text(self.folder / "results.json", json.dumps(results, indent=1, allow_nan=False) + "\n")
+        write_text(self.folder / "manifest.json", json.dumps(manifest, indent=1) + "\n")
+
+    def results(self) -> Results:
+        """The content of `results.json`.
+
+        Raises:
+            ValueError: the folder holds no finished run, or one of another schema.
+        """
+        path = self._existing("results.json")
+        try:
+            results: Results = json.loads(path.read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} is not JSON: {error}") from error
+        if results.get("schema") != SCHEMA:
+            raise ValueError(f"{path} has schema {results.get('schema')}, this version reads {SCHEMA}")
+        return results
+
+    def write_samples(self, rows: Sequence[Mapping[str, Any]] | pa.Table) -> None:
+        """`samples.parquet`."""
+        table = rows if isinstance(rows, pa.Table) else pa.Table.from_pylist(list(rows), schema=SAMPLES)
+        with replacing(self.folder / "samples.parquet") as draft:
+            pq.write_table(table, draft)
+
+    def samples(self) -> pa.Table:
+        """The rows of `samples.parquet`."""
+        return pq.read_table(self._existing("samples.parquet"))
+
+    def write_pictures(self, groups: Sequence[Pictures]) -> None:
+        """`images.safetensors`."""
+        tensors, about = {}, []
+        for number, group in enumerate(groups):
+            facts = {name: value for name, value in shallow(group).items() if name not in _TENSORS}
+            about.append(facts)
+            for name in _TENSORS:
+                tensors[f"{number}/{name}"] = getattr(group, name).detach().cpu().float().contiguous().clone()
+        with replacing(self.folder / "images.safetensors") as draft:
+            save_file(tensors, draft, metadata={"pictures": json.dumps(about)})
+
+    def pictures(self) -> list[Pictures]:
+        """The groups of pictures, in the order written; none where the run kept none."""
+        path = self.folder / "images.safetensors"
+        if not path.is_file():
+            return []
+        try:
+            with safe_open(path, framework="pt") as file:
+                about = json.loads((file.metadata() or {}).get("pictures", "[]"))
+                return [
+                    Pictures(**facts, **{name: file.get_tensor(f"{number}/{name}") for name in _TENSORS})
+                    for number, facts in enumerate(about)
+                ]
+        except SafetensorError as error:
+            raise ValueError(f"{path} is damaged: {error}") from error
+
+    def _existing(self, name: str) -> Path:
+        path = self.folder / name
+        if not path.is_file():
+            raise ValueError(f"{self.folder} holds no finished run: {name} is missing")
+        return path
+
+
+def shallow(group: Pictures) -> dict[str, Any]:
+    """The fields of a group by name."""
+    return {name: getattr(group, name) for name in group.__dataclass_fields__}

@@ -1,0 +1,95 @@
+"""Detectors made of several: the mean of scores, and the entropy of averaged softmaxes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from gatecrash.detectors.base import Card, Detector, build, register
+from gatecrash.encoder import as_encoder
+from gatecrash.images import Images
+from gatecrash.objective import single
+from gatecrash.protocols import Latent
+
+
+@register("ensemble")
+class ScoreEnsemble(Detector):
+    """The mean of several detectors' scores: τ = mean_m τ_m (Fort, Section 2.7)."""
+
+    card = Card(paper="Fort, 2022", year=2022, reads="scores")
+
+    def __init__(self, members: Sequence[Detector]) -> None:
+        if not members:
+            raise ValueError("an ensemble needs at least one member")
+        super().__init__(None)
+        self.members = nn.ModuleList(members)
+
+    @property
+    def detectors(self) -> list[Detector]:
+        """The members."""
+        return [member for member in self.members if isinstance(member, Detector)]
+
+    def fit(self, inliers: Images, *, held_out: Images | None = None, outliers: Images | None = None) -> Self:
+        """Fit every member on the same data, which must be readable more than once."""
+        for member in self.detectors:
+            member.fit(inliers, held_out=held_out, outliers=outliers)
+        return self
+
+    def encode(self, x: Tensor) -> Latent:
+        """The members' latents."""
+        return tuple(member.encode(x) for member in self.detectors)
+
+    def judge(self, z: Latent) -> Tensor:
+        """The mean of the members' scores, (B,)."""
+        return torch.stack([member.judge(part) for member, part in zip(self.detectors, z, strict=True)]).mean(dim=0)
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """The members' specs."""
+        return {"name": self.name, "options": {}, "members": [member.spec for member in self.detectors]}
+
+    @classmethod
+    def rebuild(cls, spec: dict[str, Any], encoder: nn.Module | Sequence[nn.Module]) -> Detector:
+        """The ensemble that `spec` describes; one encoder serves all members, or there is one for each."""
+        specs = spec["members"]
+        return cls([build(part, one) for part, one in zip(specs, per_member(encoder, len(specs)), strict=True)])
+
+
+@register("deep_ensemble")
+class DeepEnsemble(Detector):
+    """Entropy of the averaged softmax of several networks: τ = H(mean_m softmax(z_m)) (Liang et al., App. F)."""
+
+    card = Card(paper="Lakshminarayanan et al., NeurIPS 2017", year=2017, reads="logits")
+
+    def __init__(self, encoders: Sequence[nn.Module]) -> None:
+        if not encoders:
+            raise ValueError("an ensemble needs at least one network")
+        super().__init__(None)
+        self.encoders = nn.ModuleList(as_encoder(encoder).at(None) for encoder in encoders)
+
+    def encode(self, x: Tensor) -> Latent:
+        """Every network's logits."""
+        return tuple(encoder(x) for encoder in self.encoders)
+
+    def judge(self, z: Latent) -> Tensor:
+        """The entropy of the mean of the networks' softmaxes, (B,)."""
+        log_p = torch.stack([single(logits).log_softmax(dim=1) for logits in z]).logsumexp(dim=0)
+        p = log_p.softmax(dim=1)
+        return -(p * log_p.log_softmax(dim=1)).sum(dim=1)
+
+    @classmethod
+    def rebuild(cls, spec: dict[str, Any], encoder: nn.Module | Sequence[nn.Module]) -> Detector:
+        """The ensemble over the given encoders."""
+        return cls([encoder] if isinstance(encoder, nn.Module) else encoder)
+
+
+def per_member(encoder: nn.Module | Sequence[nn.Module], count: int) -> list[nn.Module]:
+    """One encoder per member: the one given, repeated, or as many as there are members."""
+    if isinstance(encoder, nn.Module):
+        return [encoder] * count
+    if len(encoder) != count:
+        raise ValueError(f"the ensemble has {count} members, but {len(encoder)} encoders were given")
+    return list(encoder)

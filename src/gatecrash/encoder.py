@@ -1,0 +1,226 @@
+"""A network as z = f(x): resize and normalisation inside, taps by layer name, pooling, the linear head."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from gatecrash.images import check_form, resized
+from gatecrash.protocols import Latent
+
+Pool = Literal["mean", "flatten"] | None
+
+
+class Head(NamedTuple):
+    """The last linear layer of a network."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+class Encoder(nn.Module):
+    """A network as z = f(x) for images x in [0, 1], differentiable.
+
+    It never changes the network it wraps: the network runs in eval mode, and its mode, parameters, gradients and
+    buffers are the same after a call as before.
+
+    Args:
+        model: any `nn.Module` that takes a batch of images.
+        layer: the name of a module as in `model.named_modules()`, or several; None is the network's output (logits).
+            Of a module that runs several times in one pass, the last output is taken.
+        mean: per channel, subtracted from the image; None leaves it.
+        std: per channel, divides the image; None leaves it.
+        size: the side (or height and width) the network wants; images are resized, differentiably, inside.
+        pool: what becomes of maps (B, C, H, W) and tokens (B, T, D): "mean" over places, "flatten", or None.
+
+    Raises:
+        ValueError: a layer does not exist; images do not fit mean and std or are not on the network's device.
+    """
+
+    mean: Tensor | None
+    std: Tensor | None
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layer: str | Sequence[str] | None = None,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        size: int | tuple[int, int] | None = None,
+        pool: Pool = "mean",
+    ) -> None:
+        super().__init__()
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        if pool not in ("mean", "flatten", None):
+            raise ValueError(f"pool must be 'mean', 'flatten' or None, got {pool!r}")
+        self.model = model
+        self.layer = layer if layer is None or isinstance(layer, str) else tuple(layer)
+        self.size = size
+        self.pool = pool
+        self.register_buffer("mean", channels(mean, "mean"), persistent=False)
+        self.register_buffer("std", channels(std, "std"), persistent=False)
+        if std is not None and min(std) <= 0:
+            raise ValueError(f"std must be positive in every channel, got {tuple(std)}")
+        self._taps = self._find(self.layers)
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The names of the tapped layers; empty for the network's output."""
+        return () if self.layer is None else (self.layer,) if isinstance(self.layer, str) else self.layer
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where the network is; None for one without parameters and buffers."""
+        return next((tensor.device for tensor in chain(self.model.parameters(), self.model.buffers())), None)
+
+    @property
+    def head(self) -> Head | None:
+        """Weight and bias of the last linear layer in the order of definition; None where there is none."""
+        linear = [module for module in self.model.modules() if isinstance(module, nn.Linear)]
+        return Head(linear[-1].weight, linear[-1].bias) if linear else None
+
+    def at(self, layer: str | Sequence[str] | None, pool: Pool | Literal["same"] = "same") -> Encoder:
+        """The same network, normalisation and size, tapped elsewhere."""
+        pool = self.pool if pool == "same" else pool
+        return Encoder(self.model, layer, flat(self.mean), flat(self.std), self.size, pool)
+
+    def train(self, mode: bool = True) -> Encoder:
+        """Leaves the wrapped network's mode alone: that is its owner's to set."""
+        self.training = mode
+        return self
+
+    def forward(self, x: Tensor) -> Latent:
+        """The latent of a batch of images (B, C, H, W): one tensor, or a tuple with one per tapped layer."""
+        inputs = self._prepared(check_form(x))
+        with evaluating(self.model), recording(self._taps) as outputs:
+            output = self.model(inputs)
+        if not self._taps:
+            return upcast(first_tensor(output, type(self.model).__name__))
+        latents = tuple(pooled(upcast(self._output_of(name, outputs)), self.pool) for name in self._taps)
+        return latents[0] if isinstance(self.layer, str) else latents
+
+    def _prepared(self, x: Tensor) -> Tensor:
+        device = self.device
+        if device is not None and device != x.device:
+            raise ValueError(f"the images are on {x.device}, the network on {device}; move one: x.to({str(device)!r})")
+        for name, tensor in (("mean", self.mean), ("std", self.std)):
+            if tensor is not None and tensor.shape[1] not in (1, x.shape[1]):
+                raise ValueError(f"{name} has {tensor.shape[1]} channels, the images have {x.shape[1]}")
+        if self.size is not None:
+            x = resized(x, self.size)
+        if self.mean is not None:
+            x = x - self.mean.to(x)
+        if self.std is not None:
+            x = x / self.std.to(x)
+        parameter = next((p for p in self.model.parameters() if p.is_floating_point()), None)
+        return x if parameter is None else x.to(parameter.dtype)
+
+    def _find(self, names: tuple[str, ...]) -> dict[str, nn.Module]:
+        known = dict(self.model.named_modules())
+        for name in names:
+            if name not in known or not name:
+                raise ValueError(no_such_layer(name, [key for key in known if key], type(self.model).__name__))
+        return {name: known[name] for name in names}
+
+    def _output_of(self, name: str, outputs: dict[str, Tensor]) -> Tensor:
+        if name not in outputs:
+            raise ValueError(f"layer {name!r} of {type(self.model).__name__} did not run in the forward pass")
+        return outputs[name]
+
+
+def as_encoder(network: nn.Module) -> Encoder:
+    """The encoder itself, or a bare network as one."""
+    return network if isinstance(network, Encoder) else Encoder(network)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode, every module's own mode put back afterwards."""
+    trained = [module for module in model.modules() if module.training]
+    for module in trained:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in trained:
+            module.training = True
+
+
+@contextmanager
+def recording(taps: Mapping[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
+    """The outputs of some modules during the block, cloned, since a later in-place ReLU would write into them."""
+    outputs: dict[str, Tensor] = {}
+
+    def hook_for(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            outputs[name] = first_tensor(output, name).clone()
+
+        return hook
+
+    handles = [module.register_forward_hook(hook_for(name)) for name, module in taps.items()]
+    try:
+        yield outputs
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def pooled(z: Tensor, pool: Pool) -> Tensor:
+    """Maps (B, C, H, W) as their mean over places or flattened; tokens (B, T, D) likewise; vectors as they are."""
+    if pool is None or z.ndim <= 2:
+        return z
+    if pool == "flatten":
+        return z.flatten(1)
+    return z.mean(dim=1) if z.ndim == 3 else z.flatten(2).mean(dim=2)
+
+
+def first_tensor(output: Any, name: str) -> Tensor:
+    """The tensor of a module's output: itself, the first of a sequence, or a named field of an output object."""
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, Mapping):
+        for key in ("logits", "image_embeds", "pooler_output", "last_hidden_state"):
+            if isinstance(output.get(key), Tensor):
+                return output[key]  # type: ignore[no-any-return]
+        output = tuple(output.values())
+    if isinstance(output, Sequence):
+        for part in output:
+            if isinstance(part, Tensor):
+                return part
+    raise ValueError(f"{name} gives {type(output).__name__}, in which no tensor was found")
+
+
+def upcast(z: Tensor) -> Tensor:
+    """Half precision as float32, anything else as it is."""
+    return z.float() if z.dtype in (torch.float16, torch.bfloat16) else z
+
+
+def channels(values: Sequence[float] | None, name: str) -> Tensor | None:
+    """One value per channel, shaped to meet a batch of images."""
+    if values is None:
+        return None
+    tensor = torch.as_tensor(values, dtype=torch.float64)
+    if tensor.ndim != 1 or not bool(tensor.isfinite().all()):
+        raise ValueError(f"{name} must be one finite number per channel, got {values!r}")
+    return tensor.float().view(1, -1, 1, 1)
+
+
+def flat(tensor: Tensor | None) -> list[float] | None:
+    """The values of `channels` again."""
+    return None if tensor is None else tensor.flatten().tolist()
+
+
+def no_such_layer(name: str, known: list[str], model: str) -> str:
+    """The sentence for a layer that is not there: near names, then the list, deep names counted when there are many."""
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    listed = known if len(known) <= 60 else [key for key in known if key.count(".") <= 1]
+    deeper = f" and {len(known) - len(listed)} deeper ones" if len(listed) < len(known) else ""
+    hint = f"; did you mean {' or '.join(repr(key) for key in near)}?" if near else "."
+    return f"{model} has no layer {name!r}{hint} Its layers: {', '.join(listed)}{deeper}"

@@ -1,0 +1,115 @@
+"""What a batch of images is: float, N×C×H×W, in [0, 1]; the one place that checks it, and conversions between kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn.functional import interpolate
+
+Images: TypeAlias = Tensor | tuple[Tensor, Tensor] | Iterable[Any]
+"""Images wherever data is taken: a tensor, a pair (images, labels), a DataLoader, any iterable of batches of either."""
+
+_LUMA = (0.299, 0.587, 0.114)
+
+
+def check_form(x: object, name: str = "images") -> Tensor:
+    """`x`, when it has the dtype and rank of a batch of images; looks at no value.
+
+    Raises:
+        ValueError: `x` is not a tensor, not float32 or float64, or not of rank 4.
+    """
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} must be a torch.Tensor of shape (N, C, H, W), got {type(x).__name__}")
+    if x.dtype == torch.uint8:
+        raise ValueError(f"{name} must be float in [0, 1], got uint8; divide by 255: images.float() / 255")
+    if x.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"{name} must be float32 or float64, got {str(x.dtype).removeprefix('torch.')}")
+    if x.ndim != 4:
+        hint = "; one image needs a batch dimension: image[None]" if x.ndim == 3 else ""
+        raise ValueError(f"{name} must have shape (N, C, H, W), got {tuple(x.shape)}{hint}")
+    return x
+
+
+def check_images(x: object, name: str = "images") -> Tensor:
+    """`x`, when it is a batch of images.
+
+    Raises:
+        ValueError: also when a value is NaN or outside [0, 1], or when there is no image at all.
+    """
+    x = check_form(x, name)
+    if x.numel() == 0:
+        raise ValueError(f"{name} must hold at least one image, got shape {tuple(x.shape)}")
+    low, high = (float(bound) for bound in torch.aminmax(x.detach()))
+    if low != low or high != high:
+        bad = x.detach().isnan().flatten(1).any(dim=1).nonzero().flatten().tolist()
+        raise ValueError(f"{name} must not hold NaN; found in {len(bad)} of {len(x)} images, first at index {bad[0]}")
+    if low < 0 or high > 1:
+        hint = "; divide by 255" if high > 2 and low >= 0 else "; undo the normalisation" if low < 0 else ""
+        raise ValueError(f"{name} must lie in [0, 1], got values from {low:.4g} to {high:.4g}{hint}")
+    return x
+
+
+def check_pair(start: Tensor, target: Tensor) -> None:
+    """Raises a ValueError unless the two batches have one shape."""
+    if start.shape != target.shape:
+        raise ValueError(
+            f"start and target must have the same shape, got {tuple(start.shape)} and {tuple(target.shape)}"
+        )
+
+
+def batches(data: Images, batch_size: int = 256, name: str = "images") -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Images and labels (None where there are none) batch by batch, from any of the forms that `Images` names.
+
+    Raises:
+        ValueError: an item is neither images nor (images, labels), or the two differ in length; it names the batch.
+    """
+    if isinstance(data, Tensor):
+        data = data.split(batch_size)
+    elif isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, Tensor) for part in data):
+        x, y = data
+        check_labels(y, len(x), name)
+        data = zip(x.split(batch_size), y.split(batch_size), strict=True)
+    elif not isinstance(data, Iterable):
+        raise ValueError(
+            f"{name} must be a tensor, a pair (images, labels) or an iterable of batches, got {type(data).__name__}"
+        )
+    for index, item in enumerate(data):
+        where = f"{name}, batch {index}"
+        pair = isinstance(item, tuple | list)
+        if pair and len(item) != 2:
+            raise ValueError(f"{where}: expected images or (images, labels), got {len(item)} items")
+        x, y = item if pair else (item, None)
+        x = check_images(x, where)
+        if y is not None:
+            check_labels(y, len(x), where)
+        yield x, y
+
+
+def check_labels(y: object, count: int, name: str = "images") -> None:
+    """Raises a ValueError unless `y` holds one whole number per image."""
+    if not isinstance(y, Tensor) or y.ndim != 1 or len(y) != count or y.is_floating_point() or y.is_complex():
+        came = f"{tuple(y.shape)} {str(y.dtype).removeprefix('torch.')}" if isinstance(y, Tensor) else type(y).__name__
+        raise ValueError(f"{name}: labels must be whole numbers of shape ({count},), got {came}")
+
+
+def to_channels(x: Tensor, channels: int) -> Tensor:
+    """The images with 1 or 3 channels: grey is repeated, colour becomes its luma."""
+    if x.shape[1] == channels:
+        return x
+    if (x.shape[1], channels) == (1, 3):
+        return x.expand(-1, 3, -1, -1).contiguous()
+    if (x.shape[1], channels) == (3, 1):
+        weights = torch.tensor(_LUMA, dtype=x.dtype, device=x.device).view(1, 3, 1, 1)
+        return (x * weights).sum(dim=1, keepdim=True).clamp(0, 1)
+    raise ValueError(f"images with {x.shape[1]} channels cannot be made into images with {channels}")
+
+
+def resized(x: Tensor, size: int | tuple[int, int]) -> Tensor:
+    """The images at another size, bilinear with antialiasing; differentiable, and still in [0, 1] where they were."""
+    height, width = (size, size) if isinstance(size, int) else size
+    if x.shape[-2:] == (height, width):
+        return x
+    return interpolate(x, size=(height, width), mode="bilinear", align_corners=False, antialias=True)

@@ -1,0 +1,144 @@
+"""Collisions in latent space, on linear encoders whose answer is known."""
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import minimize
+from torch import Tensor, nn
+
+from gatecrash import L2, Ball, Encoder, Linf, Sign, collide
+from gatecrash.protocols import Latent
+
+SHAPE = (3, 4, 4)
+
+
+class LinearEncoder(nn.Module):
+    """z = W x."""
+
+    def __init__(self, latent: int = 6, seed: int = 0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.weight = nn.Parameter(torch.randn(latent, 48, generator=generator) / 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flatten(1) @ self.weight.T
+
+
+def pair(count: int = 4, seed: int = 1) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    start, target = (torch.rand(count, *SHAPE, generator=generator) for _ in range(2))
+    return start, target
+
+
+def residual(encoder: LinearEncoder, x: Tensor, target: Tensor) -> Tensor:
+    return (encoder(x) - encoder(target)).norm(dim=1).detach()
+
+
+@pytest.mark.parametrize("ball", [L2(2.5), Linf(0.6)])
+def test_with_the_solution_inside_the_ball_the_latents_meet(ball: Ball) -> None:
+    encoder, (start, target) = LinearEncoder(), pair()
+    found = collide(encoder, start, target, ball, steps=300)
+    assert (residual(encoder, found.x, target) < 1e-3 * residual(encoder, start, target)).all()
+    assert found.mape is not None and (found.mape < 1e-3).all()
+    assert (found.x - target).flatten(1).norm(dim=1).min() > 1.0  # the latents meet, the images do not
+
+
+def constrained_optimum(encoder: LinearEncoder, start: Tensor, target: Tensor, ball: Ball) -> float:
+    """The smallest residual in ball and box, by sequential quadratic programming."""
+    weight = encoder.weight.detach().double().numpy()
+    centre, goal = start.double().numpy().ravel(), target.double().numpy().ravel() @ weight.T
+    bounds = [(0.0, 1.0)] * centre.size
+    constraints = []
+    if isinstance(ball, Linf):
+        bounds = [(max(0.0, c - ball.eps), min(1.0, c + ball.eps)) for c in centre]
+    else:
+        constraints = [
+            {
+                "type": "ineq",
+                "fun": lambda x: ball.eps**2 - np.sum((x - centre) ** 2),
+                "jac": lambda x: -2 * (x - centre),
+            }
+        ]
+    answer = minimize(
+        lambda x: np.sum((x @ weight.T - goal) ** 2),
+        centre,
+        jac=lambda x: 2 * (x @ weight.T - goal) @ weight,
+        bounds=bounds,
+        constraints=constraints,
+        method="SLSQP",
+        options={"maxiter": 500, "ftol": 1e-10},
+    )
+    assert answer.success, answer.message
+    return float(np.sqrt(answer.fun))
+
+
+@pytest.mark.parametrize("ball", [L2(0.2), L2(0.4), Linf(0.03), Linf(0.05)])
+def test_with_a_smaller_ball_the_constrained_optimum_is_reached(ball: Ball) -> None:
+    encoder, (start, target) = LinearEncoder(), pair()
+    start[:, :, :2] = 0.0  # half of the pixels on the wall of the box, where a careless projection loses its radius
+    found = collide(encoder, start, target, ball, steps=400, restarts=2)
+    for i in range(len(start)):
+        best = constrained_optimum(encoder, start[i], target[i], ball)
+        assert best > 1e-2
+        assert float(residual(encoder, found.x[i : i + 1], target[i : i + 1])) <= 1.01 * best
+
+
+def test_the_papers_constant_step_stays_further_away_than_the_annealed_one() -> None:
+    encoder, (start, target) = LinearEncoder(), pair(16)
+    constant = collide(encoder, start, target, L2(2.5), steps=100, schedule="constant", keep="last")
+    annealed = collide(encoder, start, target, L2(2.5), steps=100)
+    assert constant.mape is not None and annealed.mape is not None
+    assert annealed.mape.median() * 10 < constant.mape.median()
+
+
+def test_one_start_serves_all_targets_and_mape_is_of_the_returned_images() -> None:
+    encoder, (start, target) = LinearEncoder(), pair()
+    found = collide(encoder, start[:1], target, L2(1.0), steps=20)
+    assert torch.equal(found.start, start[:1].expand(4, -1, -1, -1))
+    z, goal = encoder(found.x), encoder(target)
+    expected = (z - goal).abs().mean(dim=1) / goal.abs().amax(dim=1)
+    torch.testing.assert_close(found.mape, expected.detach())
+
+
+def test_several_layers_are_matched_together() -> None:
+    network = nn.Sequential(nn.Flatten(), nn.Linear(48, 6), nn.Tanh(), nn.Linear(6, 3))
+    start, target = pair()
+    encoder = Encoder(network, layer=["1", "3"])
+    found = collide(encoder, start, target, L2(3.0), steps=300)
+    for got, goal in zip(encoder(found.x), encoder(target), strict=True):
+        torch.testing.assert_close(got, goal, rtol=0, atol=5e-3)
+
+
+def test_a_ladder_has_a_mape_on_every_rung() -> None:
+    encoder, (start, target) = LinearEncoder(), pair()
+    found = collide(encoder, start, target, L2([0.2, 1.0, 3.0]), steps=60)
+    medians = [float(rung.mape.median()) for rung in found.rungs if rung.mape is not None]
+    assert len(medians) == 3
+    assert medians[0] > medians[1] > medians[2]
+
+
+def test_batches_of_targets_are_matched_to_their_own_rows() -> None:
+    encoder, (start, target) = LinearEncoder(), pair(5)
+    found = collide(encoder, start, target, L2(2.5), steps=200, batch_size=2)
+    assert (residual(encoder, found.x, target) < 1e-3 * residual(encoder, start, target)).all()
+
+
+def test_another_stepper_can_be_given() -> None:
+    encoder, (start, target) = LinearEncoder(), pair()
+    found = collide(encoder, start, target, Linf(0.1), steps=3, stepper=Sign(0.01), random_start=False)
+    assert float(found.distance("linf").max()) == pytest.approx(0.03, abs=1e-6)
+
+
+def test_bad_input_is_refused() -> None:
+    encoder, (start, target) = LinearEncoder(), pair()
+    with pytest.raises(ValueError, match=r"start and target must have the same shape, got \(4, 3, 4, 4\) and \(3, 3"):
+        collide(encoder, start, target[:3], L2(1.0))
+    with pytest.raises(ValueError, match=r"target must lie in \[0, 1\]"):
+        collide(encoder, start, target * 255, L2(1.0))
+
+    def broken(x: Tensor) -> Latent:
+        return torch.where(x[:, 0, 0, :1] < 2, torch.nan, 1.0) * x.flatten(1) if float(x.sum()) < 1 else x.flatten(1)
+
+    target[2:] = 0
+    with pytest.raises(ValueError, match="output has NaN or infinity, first in batch 1"):
+        collide(broken, start, target, L2(1.0), batch_size=2)
