@@ -26,7 +26,7 @@ def images(count: int = 6, seed: int = 0) -> Tensor:
 
 def run(**options: object) -> Found:
     defaults: dict[str, object] = {"stepper": Apgd(), "steps": 20}
-    return search(ripples, images(), Linf(0.2), **(defaults | options))  # type: ignore[arg-type]
+    return search(ripples, images(), Linf(0.2), **(defaults | options))
 
 
 @pytest.mark.parametrize("stepper", STEPPERS, ids=lambda s: type(s).__name__)
@@ -138,11 +138,11 @@ def test_restarts_never_worsen(stepper: Stepper) -> None:
 @pytest.mark.parametrize("stepper", STEPPERS, ids=lambda s: type(s).__name__)
 def test_a_list_of_eps_equals_separate_searches_or_is_better(stepper: Stepper, random_start: bool) -> None:
     options = {"stepper": stepper, "steps": 10, "restarts": 2, "random_start": random_start}
-    ladder = search(ripples, images(), Linf([0.3, 0.05, 0.1]), **options)  # type: ignore[arg-type]
+    ladder = search(ripples, images(), Linf([0.3, 0.05, 0.1]), **options)
     assert len(ladder.rungs) == 3
     assert torch.equal(ladder.x, ladder.rungs[0].x)
     for eps, rung in zip((0.3, 0.05, 0.1), ladder.rungs, strict=True):
-        alone = search(ripples, images(), Linf(eps), **options)  # type: ignore[arg-type]
+        alone = search(ripples, images(), Linf(eps), **options)
         assert (rung.value <= alone.value).all()
         assert Linf(eps).contains(rung.x, images()).all()
     assert (ladder.rungs[2].value <= ladder.rungs[1].value).all()

@@ -31,7 +31,7 @@ def test_schedules(schedule: str, expected: list[float]) -> None:
 
 def test_every_schedule_is_tested_and_every_stepper_has_a_name() -> None:
     assert set(SCHEDULES) == {"constant", "linear", "cosine", "halving"}
-    assert set(STEPPERS) == {"sign", "normalised", "adamax", "apgd", "langevin"}
+    assert set(STEPPERS) == {"sign", "normalised", "adamax", "apgd", "langevin", "square"}
 
 
 def quadratic(x: Tensor, rows: Tensor) -> Tensor:
@@ -128,11 +128,11 @@ def test_apgd_halves_its_step_where_it_overshoots() -> None:
 )
 def test_a_step_must_be_positive(make: object) -> None:
     with pytest.raises(ValueError, match="step must be positive"):
-        make()  # type: ignore[operator]
+        make()
 
 
 def test_unknown_schedules_and_negative_noise_are_refused() -> None:
     with pytest.raises(ValueError, match="unknown schedule 'cosin'; did you mean 'cosine'"):
-        Adamax(schedule="cosin")  # type: ignore[arg-type]
+        Adamax(schedule="cosin")
     with pytest.raises(ValueError, match="noise must not be negative"):
         Langevin(noise=-1.0)

@@ -72,6 +72,14 @@ def test_a_file_is_replaced_when_the_block_ends_well(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_reader_of_the_old_file_keeps_the_whole_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    path.write_text("old")
+    with path.open() as reader:
+        write_text(path, "new")
+        assert reader.read() == "old"
+
+
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_a_file_is_left_as_it_was_when_the_block_raises(tmp_path: Path, error: type[BaseException]) -> None:
     path = tmp_path / "results.json"

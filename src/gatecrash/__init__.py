@@ -13,7 +13,8 @@ from gatecrash import detectors, metrics, networks
 from gatecrash.attacks import admit, attack_softmax, bim, collide, evict, fgsm, pgd, score_to
 from gatecrash.ball import L2, Ball, Linf
 from gatecrash.encoder import Encoder
-from gatecrash.search import Found, search
+from gatecrash.found import Found
+from gatecrash.search import search
 from gatecrash.stepper import Adamax, Apgd, Langevin, Normalised, Sign
 
 __version__ = "0.1.0"

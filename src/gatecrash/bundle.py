@@ -153,7 +153,16 @@ class Bundle:
         """`results.json` and `manifest.json`."""
         results = {"schema": SCHEMA, "rows": rows, "checks": checks, "manifest": manifest}
         write_text(self.folder / "results.json", json.dumps(results, indent=1, allow_nan=False) + "\n")
+        self.write_manifest(manifest)
+
+    def write_manifest(self, manifest: Mapping[str, Any]) -> None:
+        """`manifest.json`, which stands there from the beginning of a run."""
         write_text(self.folder / "manifest.json", json.dumps(manifest, indent=1) + "\n")
+
+    def manifest(self) -> dict[str, Any]:
+        """The content of `manifest.json`."""
+        content: dict[str, Any] = json.loads(self._existing("manifest.json").read_text(encoding="utf-8"))
+        return content
 
     def results(self) -> Results:
         """The content of `results.json`.

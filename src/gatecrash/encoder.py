@@ -187,8 +187,9 @@ def first_tensor(output: Any, name: str) -> Tensor:
         return output
     if isinstance(output, Mapping):
         for key in ("logits", "image_embeds", "pooler_output", "last_hidden_state"):
-            if isinstance(output.get(key), Tensor):
-                return output[key]  # type: ignore[no-any-return]
+            tensor = output.get(key)
+            if isinstance(tensor, Tensor):
+                return tensor
         output = tuple(output.values())
     if isinstance(output, Sequence):
         for part in output:

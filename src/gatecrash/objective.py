@@ -20,8 +20,7 @@ class MatchLatent:
 
     def __call__(self, x: Tensor, rows: Tensor) -> Tensor:
         """The squared distance of every sample's latent from its target, (B,)."""
-        pairs = zip(leaves(self.encoder(x)), leaves(rows_of(self.target, rows)), strict=True)
-        return torch.stack([(z - goal).square().flatten(1).sum(dim=1) for z, goal in pairs]).sum(dim=0)
+        return squared_difference(self.encoder(x), rows_of(self.target, rows))
 
 
 @dataclass(frozen=True)
@@ -92,6 +91,12 @@ class Misclassify:
     def __call__(self, x: Tensor, rows: Tensor) -> Tensor:
         """Minus the cross-entropy of every sample, (B,)."""
         return -cross_entropy(single(self.logits(x)), self.labels[rows], reduction="none")
+
+
+def squared_difference(z: Latent, target: Latent) -> Tensor:
+    """‖z − target‖² of every sample, over all parts of the latent, (B,)."""
+    pairs = zip(leaves(z), leaves(target), strict=True)
+    return torch.stack([(part - goal).square().flatten(1).sum(dim=1) for part, goal in pairs]).sum(dim=0)
 
 
 def softmax_entropy(logits: Tensor) -> Tensor:

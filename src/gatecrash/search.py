@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, TypedDict
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gatecrash.ball import Ball, distance
+from gatecrash.found import Found, Trajectory, joined
 from gatecrash.images import check_images
 from gatecrash.objective import name_of
 from gatecrash.progress import Bar, progress
@@ -27,59 +28,8 @@ class SearchOptions(TypedDict, total=False):
     record: bool
     generator: torch.Generator | int | None
     random_start: bool
+    first: Tensor | None
     batch_size: int | None
-
-
-@dataclass(frozen=True)
-class Trajectory:
-    """What the search would have returned after every step: row t is the state after t steps, (steps + 1, B) each."""
-
-    value: Tensor
-    l2: Tensor
-    linf: Tensor
-
-
-@dataclass(frozen=True)
-class Found:
-    """What a search found, sample by sample."""
-
-    x: Tensor
-    """(B, ...), inside ball and box."""
-    value: Tensor
-    """(B,), the objective there."""
-    start: Tensor
-    """(B, ...), where the search started: the centre of the ball."""
-    start_value: Tensor
-    """(B,), the objective there."""
-    success: Tensor
-    """(B,), whether the value reached `stop`; without a `stop`, whether it is below the start's."""
-    steps: Tensor
-    """(B,), the steps taken, over all restarts."""
-    evaluations: Tensor
-    """(B,), how often the objective was evaluated."""
-    trajectory: Trajectory | None = None
-    """With `record=True`: value and both distances, of the restart that won."""
-    score: Tensor | None = None
-    """(B,), the detector's score at x: attacks on a score only."""
-    start_score: Tensor | None = None
-    """(B,), the detector's score at the start: attacks on a score only."""
-    mape: Tensor | None = None
-    """(B,), mean|z′ − z| / max|z|: collisions only."""
-    lower_rungs: tuple[Found, ...] = field(default=(), repr=False)
-    """For a list of eps: what was found for each, in the order of the list."""
-
-    def distance(self, norm: Literal["l2", "linf"]) -> Tensor:
-        """How far every sample is from its start, (B,)."""
-        return distance(self.x, self.start, norm)
-
-    @property
-    def rungs(self) -> tuple[Found, ...]:
-        """What was found for every eps of a list, in its order; for a single eps, this alone."""
-        return self.lower_rungs or (self,)
-
-    def with_measured(self, measure: Callable[[Found], Found]) -> Found:
-        """The same with `measure` applied here and to every rung."""
-        return replace(measure(self), lower_rungs=tuple(measure(rung) for rung in self.lower_rungs))
 
 
 def search(
@@ -95,6 +45,7 @@ def search(
     record: bool = False,
     generator: torch.Generator | int | None = None,
     random_start: bool = False,
+    first: Tensor | None = None,
     batch_size: int | None = None,
 ) -> Found:
     """Move every sample inside its ball so that the objective becomes small.
@@ -112,12 +63,13 @@ def search(
         record: keep the trajectory.
         generator: where random numbers come from: a generator, a seed, or None for seed 0. Global state is not touched.
         random_start: start the first run at a random point too.
+        first: (B, ...), start the first run here instead, or where this projects to.
         batch_size: search this many samples at a time; None is all at once.
 
     Raises:
         ValueError: the start is no batch of images, the objective is NaN at it or has no gradient, or an option is off.
     """
-    check_options(start, ball, steps, restarts, keep, stop, batch_size)
+    check_options(start, first, ball, steps, restarts, keep, stop, batch_size)
     start = start.detach()
     source = generator_for(generator, start.device)
     settings = _Settings(objective, ball, stepper, steps, restarts, keep, record, random_start)
@@ -128,7 +80,8 @@ def search(
         for part in parts:
             rows = torch.arange(offset, offset + len(part), device=start.device)
             limit = stop[rows] if isinstance(stop, Tensor) and stop.ndim == 1 else stop
-            found.append(_climb(settings, part, rows, limit, source, bar))
+            origin = None if first is None else first[rows].detach()
+            found.append(_climb(settings, part, origin, rows, limit, source, bar))
             offset += len(part)
     return joined(found)
 
@@ -162,6 +115,7 @@ class _Run:
 def _climb(
     settings: _Settings,
     start: Tensor,
+    first: Tensor | None,
     rows: Tensor,
     stop: float | Tensor | None,
     generator: torch.Generator,
@@ -173,7 +127,7 @@ def _climb(
     state = generator.get_state()
     for i in order:
         generator.set_state(state)
-        results[i] = _search(replace(settings, ball=balls[i]), start, rows, stop, generator, bar, warm)
+        results[i] = _search(replace(settings, ball=balls[i]), start, first, rows, stop, generator, bar, warm)
         warm = results[i].x
     last = results[order[-1]]
     return last if len(order) == 1 else replace(last, lower_rungs=tuple(results[i] for i in range(len(order))))
@@ -182,6 +136,7 @@ def _climb(
 def _search(
     settings: _Settings,
     start: Tensor,
+    first: Tensor | None,
     rows: Tensor,
     stop: float | Tensor | None,
     generator: torch.Generator,
@@ -190,7 +145,7 @@ def _search(
 ) -> Found:
     """All runs inside one ball, the best of them per sample."""
     limit = None if stop is None else torch.as_tensor(stop, dtype=start.dtype, device=start.device).expand(len(rows))
-    best = _at_start(settings, start, rows) if settings.random_start else None
+    best = _at_start(settings, start, rows) if settings.random_start or first is not None else None
     start_value = None if best is None else best.value
     for number in range(settings.restarts + (warm is not None)):
         left = _unfinished(best, limit)
@@ -200,6 +155,8 @@ def _search(
         point = start
         if number == settings.restarts and warm is not None:
             point = warm
+        elif number == 0 and first is not None:
+            point = settings.ball.project(first, start)
         elif number > 0 or settings.random_start:
             uniform = torch.rand(start.shape, generator=generator, device=generator.device, dtype=start.dtype)
             point = settings.ball.random_start(start, uniform.to(start.device))
@@ -371,6 +328,7 @@ def _record(trajectory: Trajectory, step: int, at: slice | Tensor, held: _Run, s
 
 def check_options(
     start: Tensor,
+    first: Tensor | None,
     ball: Ball,
     steps: int,
     restarts: int,
@@ -388,6 +346,8 @@ def check_options(
     ):
         if count < 1:
             raise ValueError(f"{name} must be at least 1, got {count}")
+    if first is not None and first.shape != start.shape:
+        raise ValueError(f"first must have the start's shape {tuple(start.shape)}, got {tuple(first.shape)}")
     if keep not in ("best", "last"):
         raise ValueError(f"keep must be 'best' or 'last', got {keep!r}")
     if keep == "last" and (restarts > 1 or len(ball.ladder) > 1):
@@ -413,29 +373,3 @@ def generator_for(generator: torch.Generator | int | None, device: torch.device)
     if isinstance(generator, torch.Generator):
         return generator
     return torch.Generator(device).manual_seed(generator or 0)
-
-
-def joined(parts: list[Found]) -> Found:
-    """What was found in consecutive batches as one."""
-    if len(parts) == 1:
-        return parts[0]
-
-    def both(name: str) -> Tensor:
-        return torch.cat([getattr(part, name) for part in parts])
-
-    trajectories = [part.trajectory for part in parts if part.trajectory is not None]
-    return Found(
-        x=both("x"),
-        value=both("value"),
-        start=both("start"),
-        start_value=both("start_value"),
-        success=both("success"),
-        steps=both("steps"),
-        evaluations=both("evaluations"),
-        trajectory=Trajectory(
-            *(torch.cat([getattr(t, name) for t in trajectories], dim=1) for name in ("value", "l2", "linf"))
-        )
-        if trajectories
-        else None,
-        lower_rungs=tuple(joined([part.lower_rungs[i] for part in parts]) for i in range(len(parts[0].lower_rungs))),
-    )

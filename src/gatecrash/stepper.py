@@ -1,4 +1,4 @@
-"""How a search moves: sign, normalised, Adamax, APGD and Langevin steps, and the schedules of their size."""
+"""How a search moves: sign, normalised, Adamax, APGD, Langevin and Square steps, and the schedules of their size."""
 
 from __future__ import annotations
 
@@ -225,6 +225,62 @@ class Langevin:
         """One step against the gradient itself, with noise."""
         step = scheduled(self.step, self.schedule, walk)
         return walk.x - step * gradient_of(walk) + self.noise * walk.normal()
+
+
+@STEPPERS.register("square")
+@dataclass(frozen=True)
+class Square:
+    """Square attack (Andriushchenko et al. 2020): no gradient; a random window is changed, and kept if that helped.
+
+    In L∞ the window's pixels are set to ±ε around the centre, one sign per channel, after a first try with vertical
+    stripes; in L2 a random bump of length ε is added there. The window's share of the image starts at `share`, and
+    halves on the paper's schedule.
+    """
+
+    share: float = 0.8
+    needs_gradient = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise ValueError(f"share must be in (0, 1], got {self.share:g}")
+
+    def begin(self, walk: Walk) -> State:
+        """The best point so far."""
+        return {"kept": walk.x, "kept_value": walk.value}
+
+    def move(self, walk: Walk, state: State) -> Tensor:
+        """A new proposal beside the best point."""
+        better = walk.value < state["kept_value"]
+        state["kept"] = choose(better, walk.x, state["kept"])
+        state["kept_value"] = torch.where(better, walk.value, state["kept_value"])
+        numbers = walk.uniform()
+        linf = walk.ball.norm == "linf"
+        if walk.step == 0 and linf:
+            return walk.centre + walk.ball.eps * (2 * (numbers[:, :, :1] < 0.5) - 1)
+        height, width = walk.x.shape[-2:]
+        side = max(1, round(math.sqrt(self.share * _shrinkage(walk.step / walk.steps) * height * width)))
+        window = _windows(numbers.flatten(1), min(side, height), min(side, width), height, width)
+        signs = 2.0 * (numbers[:, :, -1:, -1:] < 0.5) - 1
+        if linf:
+            return torch.where(window, walk.centre + walk.ball.eps * signs, state["kept"])
+        bump = window * signs * (0.5 + numbers)
+        length = spread(bump.flatten(1).norm(dim=1).clamp_min(1e-12), bump)
+        return state["kept"] + walk.ball.eps * bump / length
+
+
+def _shrinkage(done: float) -> float:
+    """How much smaller the windows are after a share of the steps: halved at the paper's marks for 10,000 steps."""
+    marks = (0.001, 0.005, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8)
+    return 0.5 ** sum(done > mark for mark in marks)
+
+
+def _windows(numbers: Tensor, side_y: int, side_x: int, height: int, width: int) -> Tensor:
+    """A mask (B, 1, H, W) with one window per sample, placed by two uniform numbers each."""
+    top = (numbers[:, 0] * (height - side_y + 1)).floor().view(-1, 1, 1, 1)
+    left = (numbers[:, 1 % numbers.shape[1]] * (width - side_x + 1)).floor().view(-1, 1, 1, 1)
+    y = torch.arange(height, device=numbers.device).view(1, 1, -1, 1)
+    x = torch.arange(width, device=numbers.device).view(1, 1, 1, -1)
+    return (y >= top) & (y < top + side_y) & (x >= left) & (x < left + side_x)
 
 
 def checkpoints(steps: int) -> dict[int, int]:

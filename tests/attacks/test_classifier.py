@@ -88,7 +88,7 @@ def test_the_softmax_attack_on_two_classes_reaches_the_closed_form() -> None:
 
 def test_bad_input_is_refused() -> None:
     with pytest.raises(ValueError, match="side must be 'in' or 'out', got 'both'"):
-        attack_softmax(linear(), X, Linf(0.1), side="both")  # type: ignore[arg-type]
+        attack_softmax(linear(), X, Linf(0.1), side="both")
     with pytest.raises(ValueError, match=r"labels must be whole numbers of shape \(6,\), got \(5,\)"):
         fgsm(linear(), X, Y[:5], Linf(0.1))
     with pytest.raises(ValueError, match=r"images must lie in \[0, 1\]"):

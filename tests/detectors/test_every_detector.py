@@ -251,8 +251,9 @@ def test_scoring_without_gradients_gives_the_same_scores(
 @every_learning
 @pytest.mark.xfail(strict=True, reason="buffers made in inference mode cannot be saved for backward")
 def test_a_detector_fitted_in_inference_mode_can_still_be_attacked(case: Case) -> None:
+    detector = case.unfitted()
     with torch.inference_mode():
-        detector = case.fitted()
+        learnt(detector)
     x = squares(4, 3)[0].requires_grad_()
     (gradient,) = torch.autograd.grad(detector(x).sum(), x)
     assert gradient.flatten(1).any(dim=1).all()
@@ -359,6 +360,13 @@ def test_fitting_again_forgets_the_first_time(case: Case, request: pytest.Fixtur
         request.applymarker(pytest.mark.xfail(strict=True, reason="a second fit learns from preprocessed images"))
     detector = case.unfitted().fit(squares(45, 8), held_out=squares(20, 9)[0], outliers=blank(20, 10))
     assert_same_state(learnt(detector), case.fitted())
+
+
+@every_learning
+@pytest.mark.xfail(strict=True, reason="fit keeps the threshold of another fit")
+def test_a_threshold_does_not_outlive_the_fit_it_was_made_for(case: Case) -> None:
+    detector = case.fitted().calibrate(squares(20, 11)[0])
+    assert learnt(detector).threshold is None
 
 
 @every

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from gatecrash.attacks.registry import register
 from gatecrash.ball import Ball, Linf
 from gatecrash.encoder import as_encoder
+from gatecrash.found import Found
 from gatecrash.images import check_images, check_labels
 from gatecrash.objective import Misclassify
 from gatecrash.protocols import Stepper
-from gatecrash.search import Found, SearchOptions, search
+from gatecrash.search import SearchOptions, search
 from gatecrash.stepper import Normalised, Sign
 
 

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from gatecrash.attacks.registry import register
 from gatecrash.ball import Ball
 from gatecrash.encoder import as_encoder
+from gatecrash.found import Found
 from gatecrash.images import check_images, check_pair
 from gatecrash.metrics import mape
 from gatecrash.objective import MatchLatent
 from gatecrash.protocols import Encoder, Latent, Stepper, detached, joined, leaves
-from gatecrash.search import Found, SearchOptions, search
+from gatecrash.search import SearchOptions, search
 from gatecrash.stepper import Adamax, ScheduleName
 
 

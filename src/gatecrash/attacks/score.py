@@ -10,9 +10,10 @@ from torch import Tensor
 
 from gatecrash.attacks.registry import register
 from gatecrash.ball import Ball
+from gatecrash.found import Found
 from gatecrash.objective import LowerScore, RaiseScore, ScoreNear
 from gatecrash.protocols import Detector, Stepper
-from gatecrash.search import Found, SearchOptions, search
+from gatecrash.search import SearchOptions, search
 from gatecrash.stepper import Adamax, Apgd
 
 

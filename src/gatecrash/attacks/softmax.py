@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from gatecrash.attacks.registry import register
 from gatecrash.ball import Ball
 from gatecrash.encoder import as_encoder
+from gatecrash.found import Found
 from gatecrash.objective import Entropy, ToUniform
-from gatecrash.search import Found, SearchOptions, search
+from gatecrash.search import SearchOptions, search
 from gatecrash.stepper import Sign
 
 PIXEL = 1 / 255

@@ -203,6 +203,11 @@ class Detector(Stateful, ABC):
             raise ValueError(f"{type(self).__name__} is not fitted; call fit({self.card.fit}) before scoring")
 
     @property
+    def preprocesses(self) -> bool:
+        """Whether images are changed before the network sees them, so that the unprocessed score differs."""
+        return False
+
+    @property
     def spec(self) -> dict[str, Any]:
         """Name and options, enough to build the detector again beside an encoder."""
         return {"name": self.name, "options": self.options}

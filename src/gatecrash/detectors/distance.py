@@ -89,6 +89,11 @@ class Mahalanobis(Detector):
         """The step η in use: the one given, or after `fit` the one it chose."""
         return float(self.step) if self.fitted else self.magnitudes[0]
 
+    @property
+    def preprocesses(self) -> bool:
+        """Whether the step has a length."""
+        return self.magnitude > 0
+
     def fit(self, inliers: Images, *, held_out: Images | None = None, outliers: Images | None = None) -> Self:
         """Learn the Gaussians from labelled inliers, then step and combination from held-out inliers and outliers."""
         chooses = self.combine == "logistic" or len(self.magnitudes) > 1

@@ -87,9 +87,14 @@ class ODIN(LogitDetector):
         self.temperature = temperature
         self.magnitude = magnitude
 
+    @property
+    def preprocesses(self) -> bool:
+        """Whether the step has a length."""
+        return self.magnitude > 0
+
     def encode(self, x: Tensor) -> Latent:
         """The logits of the preprocessed images."""
-        if self.magnitude:
+        if self.preprocesses:
             x = x + self.magnitude * input_gradient(self._log_confidence, x).sign()
         return super().encode(x)
 

@@ -17,6 +17,9 @@ _HUGE = 1e300
 _TAIL = 0.5
 """Per cent of the finite values at either end that may lie beyond the axis, in its outermost bins."""
 
+_LONG = 2.0
+"""Tails are left beyond the axis where they would stretch it by more than this factor."""
+
 _WIDE = 100.0
 """Positive values whose axis spans more than this factor are counted in bins of equal ratio."""
 
@@ -51,7 +54,7 @@ class Bins:
 
 
 def shared_bins(groups: Sequence[Values], *, log: bool | None = None, count: int = BINS) -> Bins:
-    """Bins for all groups, over all but the utmost tails of their finite values.
+    """Bins for all groups, over their finite values except far tails.
 
     Args:
         groups: the values of several histograms.
@@ -61,15 +64,29 @@ def shared_bins(groups: Sequence[Values], *, log: bool | None = None, count: int
     """
     pooled = np.concatenate([np.empty(0), *groups])
     finite = pooled[np.abs(pooled) < _HUGE]
-    if log:
-        finite = finite[finite > 0]
-    low, high = np.percentile(finite, [_TAIL, 100 - _TAIL]) if len(finite) else (1.0, 10.0)
     if log is None:
-        log = bool(len(finite) and finite.min() > 0 and high > _WIDE * low)
+        log = _spans_magnitudes(finite)
     if log:
-        low, high = (low, high) if low < high else (low / 2, high * 2)
-        return Bins(np.geomspace(low, high, count + 1), log=True)
-    if low == high:
-        margin = max(abs(low) / 2, 0.5)
-        low, high = low - margin, high + margin
+        low, high = _range(np.log10(finite[finite > 0]))
+        return Bins(10 ** np.linspace(low, high, count + 1), log=True)
+    low, high = _range(finite)
     return Bins(np.linspace(low, high, count + 1), log=False)
+
+
+def _spans_magnitudes(values: Values) -> bool:
+    if not len(values) or values.min() <= 0:
+        return False
+    low, high = np.percentile(values, [_TAIL, 100 - _TAIL])
+    return bool(high > _WIDE * low)
+
+
+def _range(values: Values) -> tuple[float, float]:
+    """The range of the values, without their tails where these would take up most of it; never empty."""
+    if not len(values):
+        return 0.0, 1.0
+    low, high = float(values.min()), float(values.max())
+    inner_low, inner_high = (float(end) for end in np.percentile(values, [_TAIL, 100 - _TAIL]))
+    if high - low > _LONG * (inner_high - inner_low) > 0:
+        low, high = inner_low, inner_high
+    margin = max(abs(low) / 1000, 0.5) if low == high else 0.0
+    return low - margin, high + margin

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 import altair as alt
 import numpy as np
@@ -19,6 +19,27 @@ COORDINATES = 512
 INLIER, OUTLIER, START = "var(--inlier)", "var(--outlier)", "var(--start)"
 """Colours are the page's own, so that they follow its light and dark schemes."""
 
+_FRAME = {
+    "width": "container",
+    "background": "transparent",
+    "autosize": {"type": "fit"},
+    "config": {
+        "font": "system-ui, sans-serif",
+        "text": {"fontSize": 12},
+        "view": {"stroke": None},
+        "axis": {
+            **{f"{part}Color": "currentColor" for part in ("label", "title", "tick", "domain", "grid")},
+            "gridOpacity": 0.12,
+            "tickOpacity": 0.4,
+            "domainOpacity": 0.4,
+            "labelFontSize": 11,
+            "titleFontSize": 11,
+            "titleFontWeight": "normal",
+        },
+    },
+}
+"""What all charts have in common: the page's ink, and the width of their place."""
+
 
 class Drawing(TypedDict):
     """What a chart is drawn from: the name of its specification and its data, column by column."""
@@ -27,15 +48,28 @@ class Drawing(TypedDict):
     data: dict[str, Columns]
 
 
+class Drawings:
+    """The charts of a page, each under a name of its own."""
+
+    def __init__(self) -> None:
+        self.named: dict[str, Drawing] = {}
+
+    def add(self, drawing: Drawing) -> str:
+        """Takes a chart in and gives its name."""
+        name = f"chart-{len(self.named)}"
+        self.named[name] = drawing
+        return name
+
+
 def specifications() -> dict[str, dict[str, Any]]:
     """The specification of every kind of chart, without data."""
-    kinds = {
+    kinds: dict[str, alt.TopLevelMixin] = {
         "scores": _scores_chart("linear"),
         "scores_log": _scores_chart("log"),
         "mape": _mape_chart(),
         "latents": _latents_chart(),
     }
-    return {name: _plain(chart).to_dict() for name, chart in kinds.items()}
+    return {name: {**chart.to_dict(), **_FRAME} for name, chart in kinds.items()}
 
 
 def scores_drawing(bins: Bins, inliers: Values, outliers: Values) -> Drawing:
@@ -60,9 +94,9 @@ def latents_drawing(target: Tensor, start: Tensor, found: Tensor, mape: float | 
     return {"spec": "latents", "data": {"points": points, "note": {"text": [f"MAPE {percent(mape)}"]}}}
 
 
-def _scores_chart(scale: str) -> alt.LayerChart:
+def _scores_chart(scale: Literal["linear", "log"]) -> alt.TopLevelMixin:
     axis = alt.Axis(title=None, tickCount=4, format=".3~g", labelOverlap=True)
-    base = alt.Chart(alt.Data(name="bins")).encode(
+    base = _named("bins").encode(
         x=alt.X("low:Q", scale=alt.Scale(type=scale, zero=False, nice=False), axis=axis),
         x2="high:Q",
         tooltip=[
@@ -79,35 +113,32 @@ def _scores_chart(scale: str) -> alt.LayerChart:
     ).properties(height=88)
 
 
-def _mape_chart() -> alt.Chart:
-    axis = alt.Axis(title="MAPE in %", tickCount=4, format="~g", labelOverlap=True)
-    return (
-        alt.Chart(alt.Data(name="bins"))
-        .mark_rect(color=OUTLIER, opacity=0.8)
-        .encode(
-            x=alt.X("low:Q", scale=alt.Scale(type="log", nice=False), axis=axis),
-            x2="high:Q",
-            y=alt.Y("count:Q", axis=alt.Axis(title="images", tickCount=3, tickMinStep=1)),
-            y2=alt.datum(0),
-            tooltip=[
-                alt.Tooltip("low:Q", title="from %", format=".3~g"),
-                alt.Tooltip("high:Q", title="to %", format=".3~g"),
-                alt.Tooltip("count:Q", title="images"),
-            ],
-        )
-        .properties(height=130)
+def _mape_chart() -> alt.TopLevelMixin:
+    axis = alt.Axis(title="MAPE in %", tickCount=4, format=".2~g", labelOverlap="greedy", labelSeparation=8)
+    base = _named("bins").mark_rect(color=OUTLIER, opacity=0.8).properties(height=130)
+    chart: alt.TopLevelMixin = base.encode(
+        x=alt.X("low:Q", scale=alt.Scale(type="log", nice=False), axis=axis),
+        x2="high:Q",
+        y=alt.Y("count:Q", axis=alt.Axis(title="images", tickCount=3, tickMinStep=1)),
+        y2=alt.datum(0),
+        tooltip=[
+            alt.Tooltip("low:Q", title="from %", format=".3~g"),
+            alt.Tooltip("high:Q", title="to %", format=".3~g"),
+            alt.Tooltip("count:Q", title="images"),
+        ],
     )
+    return chart
 
 
-def _latents_chart() -> alt.LayerChart:
-    base = alt.Chart(alt.Data(name="points")).encode(
+def _latents_chart() -> alt.TopLevelMixin:
+    base = _named("points").encode(
         x=alt.X("coordinate:Q", axis=alt.Axis(title="latent coordinate", tickMinStep=1), scale=alt.Scale(nice=False)),
         tooltip=["coordinate:Q", *(alt.Tooltip(f"{name}:Q", format=".4~g") for name in ("target", "start", "found"))],
     )
-    value = alt.Axis(title="value", tickCount=5, format="~g")
-    note = alt.Chart(alt.Data(name="note")).mark_text(align="right", baseline="top", dx=-6, dy=4, color="currentColor")
+    value = alt.Axis(title="value", tickCount=5)
+    note = _named("note").mark_text(align="right", baseline="bottom", dy=-5, color="currentColor")
     return alt.layer(
-        base.mark_point(shape="diamond", filled=True, color=START, size=16, opacity=0.7).encode(
+        base.mark_point(shape="diamond", filled=True, color=START, size=24, opacity=0.8).encode(
             y=alt.Y("start:Q", axis=value)
         ),
         base.mark_point(shape="circle", filled=True, color=INLIER, size=16, opacity=1).encode(
@@ -120,27 +151,9 @@ def _latents_chart() -> alt.LayerChart:
     ).properties(height=210)
 
 
-def _plain(chart: alt.Chart | alt.LayerChart) -> alt.Chart | alt.LayerChart:
-    """The chart with the page's typography and ink, as wide as its place."""
-    return (
-        chart.properties(width="container", background="transparent", autosize=alt.AutoSizeParams(type="fit"))
-        .configure_view(stroke=None)
-        .configure_axis(
-            labelColor="currentColor",
-            titleColor="currentColor",
-            tickColor="currentColor",
-            domainColor="currentColor",
-            gridColor="currentColor",
-            gridOpacity=0.12,
-            tickOpacity=0.4,
-            domainOpacity=0.4,
-            labelFontSize=11,
-            titleFontSize=11,
-            titleFontWeight="normal",
-        )
-        .configure_text(fontSize=12)
-        .configure(font="system-ui, sans-serif")
-    )
+def _named(name: str) -> alt.Chart:
+    """A chart of data that the page will give under `name`."""
+    return alt.Chart(alt.NamedData(name=name))
 
 
 def _edges(bins: Bins) -> Columns:

@@ -9,6 +9,8 @@ from typing import Any
 ABSENT = "–"
 """What stands where there is no number."""
 
+_TIED = "\N{NO-BREAK SPACE}"
+
 NORMS = {"l2": "L2", "linf": "L∞"}
 
 
@@ -29,7 +31,7 @@ def general(value: float | None, digits: int = 3) -> str:
 
 def percent(value: float | None) -> str:
     """A fraction in per cent with two significant digits, 0.023 %."""
-    return f"{100 * value:.2g} %" if value is not None and known([value]) else ABSENT
+    return f"{100 * value:.2g}{_TIED}%" if value is not None and known([value]) else ABSENT
 
 
 def span(values: Sequence[float]) -> str:
@@ -42,8 +44,14 @@ def radius(norm: str | None, eps: float | None) -> str:
     """A ball in a few signs, "L2 ε = 5" or "L∞ ε = 8/255"."""
     parts = [NORMS.get(norm, norm)] if norm else []
     if eps is not None:
-        parts.append(f"ε = {_eps(eps)}")
-    return " ".join(parts)
+        parts.append(f"ε{_TIED}={_TIED}{_eps(eps)}")
+    return _TIED.join(parts)
+
+
+def named(name: str, *details: str) -> str:
+    """A name with its details behind it in brackets; empty ones are left out."""
+    inside = ", ".join(detail for detail in details if detail)
+    return f"{name} ({inside})" if inside else name
 
 
 def cell(value: Any) -> str:
@@ -53,7 +61,7 @@ def cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, list):
-        return " to ".join(cell(item) for item in value)
+        return ", ".join(cell(item) for item in value)
     return str(value)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from gatecrash.bundle import Pictures
 from gatecrash.report.charts import COORDINATES, Drawings, latents_drawing
-from gatecrash.report.formats import ABSENT, NORMS, general, percent, radius
+from gatecrash.report.formats import ABSENT, NORMS, general, named, percent, radius
 from gatecrash.report.pictures import LARGEST, Strip, factor_of, strips
 
 
@@ -45,7 +45,7 @@ def galleries(groups: Sequence[Pictures], drawings: Drawings) -> list[Gallery]:
 def _gallery(group: Pictures, shown: Sequence[Strip], drawings: Drawings) -> Gallery:
     return Gallery(
         title=group.title,
-        attack=", ".join(part for part in (group.attack, radius(group.norm, group.eps)) if part),
+        attack=named(group.attack, radius(group.norm, group.eps)),
         factor=general(factor_of(group)),
         norm=NORMS.get(group.norm, group.norm),
         remarks=_remarks(group, len(shown)),
@@ -56,11 +56,10 @@ def _gallery(group: Pictures, shown: Sequence[Strip], drawings: Drawings) -> Gal
 def _exhibit(group: Pictures, strip: Strip, drawings: Drawings) -> Exhibit:
     number = strip.number
     mape = group.mape[number] if number < len(group.mape) else None
-    drawing = latents_drawing(
-        *(latents[number].flatten() for latents in (group.z_target, group.z_start, group.z_found)), mape
-    )
+    target, start, found = (latents[number].flatten() for latents in (group.z_target, group.z_start, group.z_found))
+    drawing = latents_drawing(target, start, found, mape)
     return Exhibit(
-        name=_at(group.names, number, ""),
+        name=group.names[number] if number < len(group.names) else "",
         strip=strip,
         mape=percent(mape),
         moved=_distance(group.distance, number),
@@ -88,7 +87,3 @@ def _remarks(group: Pictures, shown: int) -> list[str]:
 
 def _distance(distances: Sequence[float], number: int) -> str:
     return general(distances[number]) if number < len(distances) else ABSENT
-
-
-def _at(names: Sequence[str], number: int, default: str) -> str:
-    return names[number] if number < len(names) else default

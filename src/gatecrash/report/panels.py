@@ -9,7 +9,7 @@ import numpy as np
 
 from gatecrash.report.bins import Bins, Values, shared_bins
 from gatecrash.report.charts import Drawings, mape_drawing, scores_drawing
-from gatecrash.report.formats import counted, decimal, general, percent, radius
+from gatecrash.report.formats import counted, decimal, general, named, percent, radius
 from gatecrash.report.scores import Collisions, Samples, Scores
 from gatecrash.report.table import Pair, Setting, Table
 
@@ -25,7 +25,7 @@ class Panel:
 
 
 @dataclass(frozen=True)
-class Strip:
+class Band:
     """A detector's histograms, without attack and under each, over the same bins."""
 
     detector: str
@@ -38,7 +38,7 @@ class Contest:
     """A pair of sets with the histograms of every detector on it."""
 
     name: str
-    strips: list[Strip]
+    bands: list[Band]
 
 
 def contests(table: Table, samples: Samples, drawings: Drawings) -> list[Contest]:
@@ -48,9 +48,7 @@ def contests(table: Table, samples: Samples, drawings: Drawings) -> list[Contest
     for pair in table.pairs:
         name = f"{pair.outliers} against {pair.inliers}" if several else pair.outliers
         by_sets.setdefault(name, []).append(pair)
-    return [
-        Contest(name, [_strip(table, samples, pair, drawings) for pair in pairs]) for name, pairs in by_sets.items()
-    ]
+    return [Contest(name, [_band(table, samples, pair, drawings) for pair in pairs]) for name, pairs in by_sets.items()]
 
 
 def mape_panels(collisions: Sequence[Collisions], drawings: Drawings) -> list[Panel]:
@@ -59,7 +57,7 @@ def mape_panels(collisions: Sequence[Collisions], drawings: Drawings) -> list[Pa
     return [_mape_panel(collision, bins, drawings) for collision in collisions]
 
 
-def _strip(table: Table, samples: Samples, pair: Pair, drawings: Drawings) -> Strip:
+def _band(table: Table, samples: Samples, pair: Pair, drawings: Drawings) -> Band:
     tried: list[Setting | None] = [None, *(item for item in table.settings if table.attacked(pair, item))]
     scores = {setting: samples.scores(pair, setting) for setting in tried}
     bins = shared_bins([side for both in scores.values() for side in both])
@@ -69,7 +67,7 @@ def _strip(table: Table, samples: Samples, pair: Pair, drawings: Drawings) -> St
             panels.append(_scores_panel(table, pair, setting, scores[setting], bins, drawings))
         else:
             panels.append(Panel(table.label(setting), "not tried", None, ""))
-    return Strip(pair.detector, _remark(list(scores.values()), bins), panels)
+    return Band(pair.detector, _remark(list(scores.values()), bins), panels)
 
 
 def _scores_panel(
@@ -91,7 +89,7 @@ def _scores_panel(
 
 def _mape_panel(collision: Collisions, bins: Bins, drawings: Drawings) -> Panel:
     median = percent(float(np.nanmedian(collision.mape)))
-    caption = f"{collision.outliers}: {collision.attack}, {radius(collision.norm, collision.eps)}"
+    caption = f"{collision.outliers}: {named(collision.attack, radius(collision.norm, collision.eps))}"
     remark = f"{counted(len(collision.mape), 'image')}, median {median}"
     beyond = bins.beyond(collision.mape)
     if beyond:

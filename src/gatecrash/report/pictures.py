@@ -20,7 +20,7 @@ LARGEST = 224
 BUDGET = 2_400_000
 """How many characters of pictures a page holds."""
 
-_STEPS = (5, 2, 1)
+_STEPS = (7, 5, 3, 2, 1.5, 1)
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,13 @@ def strips(groups: Sequence[Pictures], budget: int = BUDGET) -> list[list[Strip]
 
 
 def factor_of(group: Pictures) -> float:
-    """By how much the differences of a group are multiplied: the largest of 1, 2, 5, 10, … that cuts nothing off."""
+    """By how much the differences of a group are multiplied: the largest round number that cuts nothing off."""
     largest = float((group.found - group.start).nan_to_num().abs().amax()) if group.found.numel() else 0.0
     if largest == 0:
         return 1.0
-    limit = 0.5 / largest
+    limit = 0.5 / largest * (1 + 1e-6)
     power = 10.0 ** math.floor(math.log10(limit))
-    return next(step * power for step in _STEPS if step * power <= limit * (1 + 1e-6))
+    return next(step * power for step in _STEPS if step * power <= limit)
 
 
 def difference(start: Tensor, found: Tensor, factor: float) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from gatecrash.bundle import Row, Side
-from gatecrash.report.formats import counted, known, radius
+from gatecrash.report.formats import counted, known, named, radius
 
 _SIDES = {"in": "inliers attacked", "both": "both sides"}
 
@@ -37,12 +37,17 @@ class Setting(NamedTuple):
 
 
 class Table:
-    """The rows by pair and setting, both in the order in which they first appear."""
+    """The rows by pair and setting, both in the order in which they first appear.
+
+    Where an attack moved both sides, the rows in which only one of them is moved are no settings of their own.
+    """
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self._rows = {(_pair(row), _setting(row)): row for row in rows}
         self.pairs = list(dict.fromkeys(pair for pair, _ in self._rows))
-        self.settings = list(dict.fromkeys(setting for _, setting in self._rows if not setting.is_clean))
+        tried = list(dict.fromkeys(setting for _, setting in self._rows if not setting.is_clean))
+        self.settings = _whole(tried)
+        self.has_halves = len(self.settings) < len(tried)
         self.detectors = list(dict.fromkeys(pair.detector for pair in self.pairs))
         self._labels = _labels(self.settings)
 
@@ -79,6 +84,10 @@ def _setting(row: Row) -> Setting:
     return Setting(row["attack"], row["side"], row["norm"], row["eps"], row["steps"], row["restarts"])
 
 
+def _whole(settings: Sequence[Setting]) -> list[Setting]:
+    return [setting for setting in settings if setting.side == "both" or setting._replace(side="both") not in settings]
+
+
 def _labels(settings: Sequence[Setting]) -> dict[Setting, str]:
     short = {setting: _short_label(setting) for setting in settings}
     uses = Counter(short.values())
@@ -86,15 +95,9 @@ def _labels(settings: Sequence[Setting]) -> dict[Setting, str]:
 
 
 def _short_label(setting: Setting) -> str:
-    parts = [setting.attack, _SIDES.get(setting.side, ""), radius(setting.norm, setting.eps)]
-    return ", ".join(part for part in parts if part)
+    return named(setting.attack, radius(setting.norm, setting.eps), _SIDES.get(setting.side, ""))
 
 
 def _long_label(setting: Setting) -> str:
-    return ", ".join(
-        [
-            _short_label(setting),
-            counted(setting.steps or 0, "step"),
-            counted(setting.restarts or 0, "restart"),
-        ]
-    )
+    effort = (counted(setting.steps or 0, "step"), counted(setting.restarts or 0, "restart"))
+    return named(setting.attack, radius(setting.norm, setting.eps), _SIDES.get(setting.side, ""), *effort)

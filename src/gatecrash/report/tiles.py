@@ -29,7 +29,8 @@ def tiles(rows: Sequence[Row], table: Table) -> list[Tile]:
 def _broken(table: Table) -> Tile | None:
     if not table.settings:
         return None
-    return Tile(f"{len(broken_detectors(table))} of {len(table.detectors)}", "detectors broken", "by at least one attack")
+    count = len(broken_detectors(table))
+    return Tile(f"{count} of {len(table.detectors)}", "detectors broken", "by at least one attack")
 
 
 def _clean(table: Table) -> Tile | None:
@@ -67,8 +68,8 @@ def _way(rows: Sequence[Row]) -> Tile | None:
     target = median(known(row.get("target_distance_median") for row in own))
     return Tile(
         f"{general(moved)} of {general(target)}",
-        f"{NORMS.get(norm or '', norm)} distance, moved at most",
-        "of the median way from the start to the target image",
+        f"{NORMS.get(norm or '', norm)} distance moved, at most",
+        f"the target images are {general(target)} away, in the median",
     )
 
 

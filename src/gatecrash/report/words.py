@@ -15,7 +15,7 @@ REVERSED = 0.45
 """Below this AUROC a detector takes outliers for inliers more often than it does not."""
 
 RULE = (
-    f"A detector counts as broken where its AUROC is above {GUESSING} without attack and at or below {GUESSING} with it. "
+    f"A detector counts as broken where its AUROC is above {GUESSING} without attack and at or below that with it. "
     "An AUROC of 0.5 is guessing; below, outliers look more familiar to the detector than inliers do."
 )
 
@@ -28,6 +28,8 @@ class Outcome:
     label: str
     aurocs: dict[Pair, float]
     """The AUROC after the attack."""
+    everyone: int
+    """How many detectors the audit has."""
 
     @property
     def broken(self) -> list[Pair]:
@@ -51,7 +53,7 @@ def outcomes(table: Table) -> list[Outcome]:
     for setting in table.settings:
         aurocs = {pair: table.auroc(pair, setting) for pair in able}
         measured = {pair: auroc for pair, auroc in aurocs.items() if auroc is not None}
-        found.append(Outcome(setting, table.label(setting), measured))
+        found.append(Outcome(setting, table.label(setting), measured, len(table.detectors)))
     return found
 
 
@@ -64,25 +66,35 @@ def headline(table: Table) -> str:
     """The result in one sentence."""
     if not table.pairs:
         return "No detector was measured."
-    tried = counted(len(table.detectors), "detector")
     if not table.settings:
         clean = known(table.clean_auroc(pair) for pair in table.pairs)
         measured = f" (AUROC {span(clean)})" if clean else ""
         verb = "was" if len(table.detectors) == 1 else "were"
-        return f"{tried} {verb} measured, and none was attacked{measured}."
+        return f"{counted(len(table.detectors), 'detector')} {verb} measured without any attack{measured}."
     broken = broken_detectors(table)
     if broken:
         worst = max(outcomes(table), key=lambda outcome: len(outcome.broken))
-        verb = "is" if len(broken) == 1 else "are"
-        return f"{len(broken)} of {tried} {verb} broken: after {worst.label}, {_damage(worst)}."
+        return f"{_subject(len(broken), len(table.detectors))} broken: after {worst.label} {_damage(worst)}."
     aurocs = known(table.auroc(pair, setting) for pair in table.pairs for setting in table.settings)
     left = f": under attack, AUROC {span(aurocs)}" if aurocs else ""
-    return f"None of {tried} is broken{left}."
+    return f"{_subject(0, len(table.detectors))} broken{left}."
 
 
 def findings(table: Table) -> list[tuple[str, str]]:
-    """Every attack with a sentence on what it did."""
-    return [(outcome.label, _finding(outcome)) for outcome in outcomes(table)]
+    """Every attack with a sentence on what it did; before them, what could not be told even without one."""
+    blind = [pair for pair in table.pairs if (clean := table.clean_auroc(pair)) is not None and clean <= GUESSING]
+    names = "; ".join(f"{pair.detector} on {pair.outliers}" for pair in blind)
+    before = [("without attack", f"no better than guessing: {names}.")] if blind else []
+    return before + [(outcome.label, _finding(outcome)) for outcome in outcomes(table)]
+
+
+def _subject(broken: int, tried: int) -> str:
+    """How many detectors are or are not what follows."""
+    if tried == 1:
+        return "The detector is" if broken else "The detector is not"
+    if not broken:
+        return f"None of {tried} detectors is"
+    return f"{broken} of {tried} detectors {'is' if broken == 1 else 'are'}"
 
 
 def _finding(outcome: Outcome) -> str:
@@ -99,11 +111,11 @@ def _finding(outcome: Outcome) -> str:
 def _damage(outcome: Outcome) -> str:
     """Who cannot tell what from what, among the broken pairs."""
     broken = outcome.broken
-    detectors, outliers, inliers = ([*dict.fromkeys(names)] for names in zip(*broken, strict=True))
+    detectors, inliers, outliers = ([*dict.fromkeys(names)] for names in zip(*broken, strict=True))
     named = [pair for pair in outcome.aurocs if pair.detector in detectors and pair.outliers in outliers]
     if len(named) != len(broken):
         return f"outliers get past {_names(outcome, broken)}"
-    every = 1 < len(detectors) == len(_detectors([*outcome.aurocs]))
+    every = 1 < len(detectors) == outcome.everyone
     if all(outcome.aurocs[pair] < REVERSED for pair in broken):
         who = "all of them" if every else listed(detectors)
         verb = "ranks" if len(detectors) == 1 else "rank"

@@ -1,0 +1,347 @@
+"""The strongest perturbation we know, per sample: a suite of attacks, the best of which counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from gatecrash.attacks.latent import latents
+from gatecrash.attacks.registry import register
+from gatecrash.attacks.score import require_fitted, scores
+from gatecrash.ball import Ball
+from gatecrash.found import Found
+from gatecrash.images import check_images
+from gatecrash.objective import squared_difference
+from gatecrash.protocols import Detector, Latent, Objective, Stepper, leaves, rows_of
+from gatecrash.search import generator_for, search
+from gatecrash.stepper import Adamax, Apgd, Square, choose
+
+Side = Literal["out", "in"]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much work the suite may do on one sample."""
+
+    steps: int
+    restarts: int
+    surrogate_steps: int
+    targets: int
+    collision_steps: int
+    square_steps: int
+
+
+BUDGETS = {
+    "quick": Budget(steps=30, restarts=1, surrogate_steps=20, targets=1, collision_steps=20, square_steps=50),
+    "standard": Budget(steps=100, restarts=2, surrogate_steps=50, targets=2, collision_steps=50, square_steps=200),
+    "thorough": Budget(steps=200, restarts=5, surrogate_steps=100, targets=4, collision_steps=100, square_steps=1000),
+}
+
+
+@dataclass(frozen=True)
+class WorstCase(Found):
+    """What the suite found, with the attack that won for every sample and what each of them spent."""
+
+    winner: tuple[str, ...] = ()
+    spent: dict[str, int] = field(default_factory=dict)
+    """Evaluations per attack, over all samples."""
+
+
+@register("worst_case", aim="score", paper="a suite; Croce & Hein 2020 for APGD, Andriushchenko et al. 2020 for Square")
+def worst_case(
+    detector: Detector,
+    images: Tensor,
+    ball: Ball,
+    side: Side,
+    budget: Literal["quick", "standard", "thorough"] = "standard",
+    *,
+    others: Tensor | None = None,
+    stop: float | Tensor | None = None,
+    generator: torch.Generator | int | None = None,
+    batch_size: int | None = None,
+) -> WorstCase:
+    """The strongest perturbation that a suite of attacks finds, per sample; there is nothing to tune.
+
+    In turn: APGD on the score itself; APGD on surrogates that do not saturate (log-odds, margin, spread of the logits)
+    where the detector reads logits; transfer from the score without preprocessing where it has one; collision with the
+    nearest latents of `others`; a gradient-free Square search; and APGD once more from the best point of all. Whatever
+    an attack follows, its points are ranked by the detector's own score.
+
+    Args:
+        detector: any detector, fitted.
+        images: (B, C, H, W) in [0, 1].
+        ball: how far an image may be moved; with a list of eps, each starts from what the one before found.
+        side: "out" lowers the score of outliers, "in" raises that of inliers.
+        budget: how much work.
+        others: images of the other side to collide with: inliers for "out", outliers for "in".
+        stop: a score; a sample that has crossed it is left alone by the attacks that follow.
+        generator: a generator or a seed.
+        batch_size: attack this many samples at a time.
+
+    Returns:
+        What was found; `found.score` is the detector's score, `found.winner` the attack behind it.
+    """
+    require_fitted(detector)
+    check_images(images)
+    if side not in ("out", "in"):
+        raise ValueError(f"side must be 'out' or 'in', got {side!r}")
+    if budget not in BUDGETS:
+        raise ValueError(f"budget must be one of {', '.join(BUDGETS)}, got {budget!r}")
+    source = generator_for(generator, images.device)
+    rungs: dict[int, WorstCase] = {}
+    order = sorted(range(len(ball.ladder)), key=lambda i: ball.ladder[i])
+    warm = None
+    for i in order:
+        suite = _Suite(detector, images, ball.rungs[i], side, BUDGETS[budget], others, stop, source, batch_size)
+        rungs[i] = suite.run(warm)
+        warm = rungs[i].x
+    last = rungs[order[-1]]
+    return last if len(order) == 1 else replace(last, lower_rungs=tuple(rungs[i] for i in range(len(order))))
+
+
+class Ranked:
+    """An objective that is followed, while the points it passes are ranked by the detector's own score.
+
+    `value` and `x` hold the best score (smaller is better for the attacker) and its point for every row.
+    """
+
+    def __init__(
+        self, detector: Detector, sign: float, follow: Callable[[Latent, Tensor], Tensor], start: Tensor
+    ) -> None:
+        self.detector, self.sign, self.follow = detector, sign, follow
+        self.x = start.clone()
+        self.value = torch.full((len(start),), torch.inf, dtype=start.dtype, device=start.device)
+
+    def __call__(self, x: Tensor, rows: Tensor) -> Tensor:
+        """The followed value, (B,)."""
+        z = self.detector.encode(x)
+        score = (self.sign * self.detector.judge(z)).detach().to(self.value.dtype)
+        better = score < self.value[rows]
+        self.value[rows] = torch.where(better, score, self.value[rows])
+        self.x[rows] = choose(better, x.detach(), self.x[rows])
+        return self.follow(z, rows)
+
+
+class _Suite:
+    """One pass of all attacks inside one ball."""
+
+    def __init__(
+        self,
+        detector: Detector,
+        images: Tensor,
+        ball: Ball,
+        side: Side,
+        budget: Budget,
+        others: Tensor | None,
+        stop: float | Tensor | None,
+        generator: torch.Generator,
+        batch_size: int | None,
+    ) -> None:
+        self.detector, self.images, self.ball, self.budget, self.others = (
+            detector,
+            images.detach(),
+            ball,
+            budget,
+            others,
+        )
+        self.sign = 1.0 if side == "out" else -1.0
+        self.generator, self.batch_size = generator, batch_size
+        self.start = self.sign * scores(detector, self.images, batch_size)
+        self.stop = None if stop is None else (self.sign * torch.as_tensor(stop).to(self.start)).expand_as(self.start)
+        self.x, self.value = self.images.clone(), self.start.clone()
+        self.winner = ["start"] * len(images)
+        self.steps = torch.zeros(len(images), dtype=torch.long, device=images.device)
+        self.evaluations = torch.ones_like(self.steps)
+        self.spent: dict[str, int] = {}
+
+    def run(self, warm: Tensor | None) -> WorstCase:
+        """All attacks in turn, each on the samples that are left."""
+        if warm is not None:
+            rows = self._left()
+            self._take("warm start", rows, warm[rows], self.sign * scores(self.detector, warm[rows], self.batch_size))
+        for name, attack in self._attacks():
+            rows = self._left()
+            if len(rows):
+                attack(name, rows)
+        success = self.value <= self.stop if self.stop is not None else self.value < self.start
+        inside = self.ball.contains(self.x, self.images)
+        if not bool(inside.all()):
+            raise RuntimeError(f"{int((~inside).sum())} samples left the {self.ball} they started in")
+        return WorstCase(
+            x=self.x,
+            value=self.value,
+            start=self.images,
+            start_value=self.start,
+            success=success,
+            steps=self.steps,
+            evaluations=self.evaluations,
+            score=self.sign * self.value,
+            start_score=self.sign * self.start,
+            winner=tuple(self.winner),
+            spent=self.spent,
+        )
+
+    def _attacks(self) -> Iterator[tuple[str, Callable[[str, Tensor], None]]]:
+        yield "score", self._descend
+        if surrogates_apply(self.detector, self.images[:1]):
+            for name, surrogate in SURROGATES.items():
+                yield name, partial(self._follow, surrogate)
+        if getattr(self.detector, "preprocesses", False):
+            yield "without preprocessing", self._transfer
+        if self.others is not None:
+            for nearest in range(min(self.budget.targets, len(self.others))):
+                yield f"collision {nearest + 1}", partial(self._collide, nearest)
+        yield "square", self._square
+        yield "score from the best", self._polish
+
+    def _left(self) -> Tensor:
+        """The samples that have not crossed the threshold."""
+        if self.stop is None:
+            return torch.arange(len(self.images), device=self.images.device)
+        return (self.value > self.stop).nonzero().flatten()
+
+    def _objective(self, x: Tensor, rows: Tensor) -> Tensor:
+        return self.sign * self.detector.judge(self.detector.encode(x))
+
+    def _search(
+        self,
+        name: str,
+        rows: Tensor,
+        objective: Objective,
+        stepper: Stepper,
+        steps: int,
+        *,
+        restarts: int = 1,
+        first: Tensor | None = None,
+        random_start: bool = False,
+        own_stop: bool = False,
+    ) -> Found:
+        found = search(
+            objective,
+            self.images[rows],
+            self.ball,
+            stepper=stepper,
+            steps=steps,
+            restarts=restarts,
+            first=first,
+            random_start=random_start,
+            stop=self.stop[rows] if own_stop and self.stop is not None else None,
+            generator=self.generator,
+            batch_size=self.batch_size,
+        )
+        self.steps[rows] += found.steps
+        self.evaluations[rows] += found.evaluations
+        self.spent[name] = self.spent.get(name, 0) + int(found.evaluations.sum())
+        return found
+
+    def _take(self, name: str, rows: Tensor, x: Tensor, value: Tensor) -> None:
+        """Keep what is better than before."""
+        better = value < self.value[rows]
+        self.x[rows] = choose(better, x, self.x[rows])
+        self.value[rows] = torch.where(better, value, self.value[rows])
+        for row in rows[better].tolist():
+            self.winner[row] = name
+
+    def _descend(self, name: str, rows: Tensor) -> None:
+        found = self._search(
+            name,
+            rows,
+            self._objective,
+            Apgd(),
+            self.budget.steps,
+            restarts=self.budget.restarts,
+            own_stop=True,
+        )
+        self._take(name, rows, found.x, found.value)
+
+    def _polish(self, name: str, rows: Tensor) -> None:
+        stepper = Apgd(step=self.ball.eps / 4)
+        found = self._search(name, rows, self._objective, stepper, self.budget.steps, first=self.x[rows], own_stop=True)
+        self._take(name, rows, found.x, found.value)
+
+    def _square(self, name: str, rows: Tensor) -> None:
+        found = self._search(
+            name, rows, self._objective, Square(), self.budget.square_steps, first=self.x[rows], own_stop=True
+        )
+        self._take(name, rows, found.x, found.value)
+
+    def _follow(self, surrogate: Callable[[Tensor], Tensor], name: str, rows: Tensor) -> None:
+        """A function of the logits attacked, its points ranked by the score."""
+        ranked = Ranked(self.detector, self.sign, lambda z, at: self.sign * surrogate(logits_of(z)), self.images[rows])
+        self._search(name, rows, ranked, Apgd(), self.budget.surrogate_steps)
+        self._take(name, rows, ranked.x, ranked.value)
+
+    def _transfer(self, name: str, rows: Tensor) -> None:
+        """The score of the unprocessed input attacked; what that gives is scored in full."""
+        encoder = getattr(self.detector, "encoder", None)
+        if encoder is None:
+            return
+        found = self._search(
+            name, rows, lambda x, at: self.sign * self.detector.judge(encoder(x)), Apgd(), self.budget.steps
+        )
+        self._take(name, rows, found.x, self.sign * scores(self.detector, found.x, self.batch_size))
+
+    def _collide(self, nearest: int, name: str, rows: Tensor) -> None:
+        """A collision with the n-th nearest of the other side's latents that lie on the right side of the score."""
+        targets = nearest_latents(self.detector, self.images[rows], self.targets(), nearest, self.batch_size)
+        ranked = Ranked(
+            self.detector, self.sign, lambda z, at: squared_difference(z, rows_of(targets, at)), self.images[rows]
+        )
+        self._search(name, rows, ranked, Adamax(), self.budget.collision_steps, random_start=True)
+        self._take(name, rows, ranked.x, ranked.value)
+
+    def targets(self) -> Tensor:
+        """The half of the other side's images that the detector is surest of."""
+        if self.others is None:
+            raise RuntimeError("there are no images of the other side to collide with")
+        value = self.sign * scores(self.detector, self.others, self.batch_size)
+        return self.others[value.argsort()[: max(1, len(value) // 2)]]
+
+
+def nearest_latents(detector: Detector, images: Tensor, others: Tensor, nearest: int, batch_size: int | None) -> Latent:
+    """For every image the latent of the n-th nearest of the others."""
+    own, theirs = (latents(detector.encode, x, batch_size) for x in (images, others))
+    flat = [torch.cat([leaf.flatten(1) for leaf in leaves(z)], dim=1) for z in (own, theirs)]
+    order = torch.cdist(flat[0], flat[1]).argsort(dim=1)
+    return rows_of(theirs, order[:, nearest % order.shape[1]])
+
+
+def log_odds(logits: Tensor) -> Tensor:
+    """Minus the log-odds of the largest softmax probability, (B,); it never saturates."""
+    top = logits.max(dim=1, keepdim=True)
+    return logits.scatter(1, top.indices, -torch.inf).logsumexp(dim=1) - top.values.squeeze(1)
+
+
+def margin(logits: Tensor) -> Tensor:
+    """Minus the distance between the two largest logits, (B,)."""
+    top = logits.topk(2, dim=1).values
+    return top[:, 1] - top[:, 0]
+
+
+def spread_of(logits: Tensor) -> Tensor:
+    """The mean logit less logsumexp, (B,)."""
+    return logits.mean(dim=1) - logits.logsumexp(dim=1)
+
+
+SURROGATES: dict[str, Callable[[Tensor], Tensor]] = {"log-odds": log_odds, "margin": margin, "logit spread": spread_of}
+"""Functions of logits that, like a score, are higher the less sure the classifier is, and do not saturate."""
+
+
+def logits_of(z: Latent) -> Tensor:
+    """The logits that a latent holds; of several networks' the logarithm of their mean softmax."""
+    parts = leaves(z)
+    return parts[0] if len(parts) == 1 else torch.stack([p.log_softmax(dim=1) for p in parts]).logsumexp(dim=0)
+
+
+def surrogates_apply(detector: Detector, image: Tensor) -> bool:
+    """Whether the detector reads logits of at least two classes."""
+    if getattr(getattr(detector, "card", None), "reads", None) != "logits":
+        return False
+    with torch.no_grad():
+        parts = leaves(detector.encode(image))
+    return all(part.ndim == 2 and part.shape == parts[0].shape and part.shape[1] > 1 for part in parts)

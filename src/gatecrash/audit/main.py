@@ -1,0 +1,185 @@
+"""The two doors to an audit: a plan file, and detectors at hand in Python."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from gatecrash.audit.job import Job, as_set, job_of_plan, named_detectors
+from gatecrash.audit.manifest import manifest_of, pick_device
+from gatecrash.audit.plan import AttackPlan, Plan, check_titles, read_plan, sentence
+from gatecrash.audit.rows import rows_of, sample_rows
+from gatecrash.audit.run import measure
+from gatecrash.audit.work import Work
+from gatecrash.ball import Ball
+from gatecrash.bundle import Bundle, Results
+from gatecrash.data import ImageSet
+from gatecrash.detectors import Detector
+from gatecrash.encoder import Encoder
+from gatecrash.images import Images
+from gatecrash.report import write_report
+
+AT_WORK = "work"
+"""The folder, inside a bundle, where pieces are kept until the run is finished."""
+
+
+def audit(
+    detectors: Detector | Sequence[Detector] | Mapping[str, Detector],
+    inliers: Images | ImageSet,
+    outliers: Mapping[str, Images | ImageSet],
+    *,
+    out: str | Path,
+    balls: Sequence[Ball] = (),
+    attacks: Sequence[Mapping[str, Any]] = (),
+    steps: int = 100,
+    features: Encoder | None = None,
+    seed: int = 0,
+    batch_size: int = 100,
+    resume: bool = False,
+) -> Results:
+    """Attack fitted detectors, measure how far they break, and write a bundle with a report.
+
+    Args:
+        detectors: one, several, or several by name; fitted.
+        inliers: test images that belong.
+        outliers: sets of test images that do not, by name.
+        out: the bundle's folder; it must not hold another run.
+        balls: every detector's score is attacked on both sides inside each of these.
+        attacks: further attacks as in a plan: `{"name": "collide", "of": "logits", "ball": {"norm": "l2", "eps": 5}}`.
+        steps: steps of the attacks that `balls` asks for.
+        features: what `of: features` means.
+        seed: determines every random number.
+        batch_size: images that are attacked together, and saved together.
+        resume: go on with a run that was killed.
+
+    Returns:
+        The content of `results.json`.
+
+    Raises:
+        ValueError: a detector is not fitted, images do not fit, or the folder holds another run.
+    """
+    named = named_detectors(detectors)
+    for detector in named.values():
+        detector.require_fitted()
+    wanted = [
+        {"name": "admit", "side": "both", "ball": {"norm": b.norm, "eps": list(b.ladder)}, "steps": steps}
+        for b in balls
+    ]
+    plans = attack_plans([*wanted, *attacks])
+    first = next((part for d in named.values() for part in d.modules() if isinstance(part, Encoder)), None)
+    if first is None:
+        raise ValueError("no detector has an Encoder, so there is no network to attack")
+    device = next(iter(named.values())).device
+    sets = {name: as_set(data, name) for name, data in outliers.items()}
+    if not sets:
+        raise ValueError("outliers must hold at least one set of images")
+    job = Job(
+        plan=yaml.safe_dump(
+            {
+                "detectors": {title: detector.spec for title, detector in named.items()},
+                "attacks": [plan.model_dump(mode="json") for plan in plans],
+                "seed": seed,
+                "batch_size": batch_size,
+            },
+            sort_keys=False,
+        ),
+        detectors=named,
+        encoder=first.at(None),
+        features=features,
+        inliers=as_set(inliers, "inliers"),
+        outliers=sets,
+        attacks=plans,
+        device=device,
+        seed=seed,
+        batch_size=batch_size,
+    )
+    return run_job(job, Path(out), resume=resume)
+
+
+def audit_plan(
+    plan: str | Path | Plan,
+    *,
+    out: str | Path,
+    resume: bool = False,
+    device: str = "auto",
+    trust: bool = False,
+    folder: str | Path | None = None,
+) -> Results:
+    """Run the audit that a plan describes and write a bundle with a report.
+
+    Args:
+        plan: a YAML file, or a plan that was read from one.
+        out: the bundle's folder; it must not hold another run.
+        resume: go on with a run that was killed.
+        device: "auto", "cpu", "cuda" or "mps".
+        trust: let a model named `module:function` run its code.
+        folder: what paths in the plan are relative to; the plan file's own folder by default.
+
+    Raises:
+        ValueError: in one line, whatever is wrong with the plan, the model, the data or the folder.
+    """
+    chosen = pick_device(device)
+    if isinstance(plan, Plan):
+        read, base = plan, Path(folder or ".")
+    else:
+        read, base = read_plan(plan), Path(folder or Path(plan).parent)
+    refuse_other_runs(Bundle(out), resume=resume)
+    return run_job(job_of_plan(read, base, chosen, trust=trust), Path(out), resume=resume)
+
+
+def run_job(job: Job, out: Path, *, resume: bool) -> Results:
+    """Measure what the job asks for and write the bundle."""
+    bundle = Bundle(out)
+    refuse_other_runs(bundle, resume=resume)
+    manifest = manifest_of(seed=job.seed, device=job.device, networks=job.networks, sets=job.sets, attacks=job.attacks)
+    if bundle.exists():
+        refuse_another_plan(bundle, job, manifest)
+        if (out / "results.json").is_file() and not (out / AT_WORK).exists():
+            return bundle.results()
+    else:
+        bundle.write_plan(job.plan)
+        bundle.write_manifest(manifest)
+    work = Work(out / AT_WORK, job.seed)
+    measured = measure(job, work)
+    bundle.write_samples(list(sample_rows(job, measured)))
+    bundle.write_pictures(measured.pictures)
+    bundle.write_results(rows_of(job, measured), [], manifest)
+    write_report(bundle)
+    work.clear()
+    return bundle.results()
+
+
+def attack_plans(attacks: Sequence[Mapping[str, Any]]) -> list[AttackPlan]:
+    """Attacks as in a plan, checked."""
+    try:
+        plans = [AttackPlan.model_validate(dict(attack)) for attack in attacks]
+    except ValidationError as error:
+        raise ValueError(f"attacks: {sentence(error, AttackPlan)}") from None
+    check_titles([f"{p.title} {p.ball.norm} {p.ball.eps}" for p in plans], "attack", "once is enough")
+    return plans
+
+
+def refuse_other_runs(bundle: Bundle, *, resume: bool) -> None:
+    """Raises a ValueError when the folder holds something that must not be mixed with this run."""
+    folder = bundle.folder
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file; --out must name a folder")
+    if bundle.exists():
+        if not resume:
+            raise ValueError(f"{folder} holds another run; choose another --out, or go on with it: --resume")
+    elif folder.is_dir() and any(folder.iterdir()):
+        raise ValueError(f"{folder} holds other files and no run; choose an empty or new folder")
+
+
+def refuse_another_plan(bundle: Bundle, job: Job, manifest: Mapping[str, Any]) -> None:
+    """Raises a ValueError when the run that is to go on had another plan, network or data."""
+    if bundle.plan_text() != job.plan:
+        raise ValueError(f"{bundle.folder} was begun with another plan, see its plan.yaml; choose another --out")
+    before = bundle.manifest()
+    for key, noun in (("networks", "weights"), ("data", "images"), ("code_sha256", "version of gatecrash")):
+        if before.get(key) != manifest[key]:
+            raise ValueError(f"{bundle.folder} was begun with other {noun}; choose another --out")

@@ -1,0 +1,97 @@
+"""What is needed to trust and repeat a run: hashes, versions, seed, device, and the threat model in words."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gatecrash.audit.plan import AttackPlan
+from gatecrash.data import ImageSet, fingerprint
+
+LIBRARIES = ("gatecrash", "torch", "torchvision", "timm", "numpy", "scikit-learn", "safetensors")
+
+
+def manifest_of(
+    *,
+    seed: int,
+    device: torch.device,
+    networks: Mapping[str, str],
+    sets: Mapping[str, ImageSet],
+    attacks: Sequence[AttackPlan],
+) -> dict[str, Any]:
+    """The manifest of a run; the same run again has the same one, apart from `device` and `versions`."""
+    return {
+        "seed": seed,
+        "device": device_name(device),
+        "precision": "float32",
+        "versions": versions(),
+        "code_sha256": code_hash(),
+        "networks": dict(networks),
+        "data": {
+            name: {"source": images.name, "n": len(images), "sha256": fingerprint(images), "notes": images.notes}
+            for name, images in sets.items()
+        },
+        "threat_model": threat_model(attacks),
+    }
+
+
+def threat_model(attacks: Sequence[AttackPlan]) -> dict[str, str]:
+    """Goal, knowledge and capability of the attacker, in the words of NIST AI 100-2."""
+    balls = sorted({f"{attack.ball.ball()!r}" for attack in attacks})
+    return {
+        "goal": "integrity: outliers are taken for inliers, and inliers for outliers",
+        "knowledge": "white box: the network, the detector and its fitted state are known",
+        "capability": f"query access with pixel changes inside {', '.join(balls)}"
+        if balls
+        else "none: no attack was run",
+    }
+
+
+def versions() -> dict[str, str]:
+    """The versions of Python and of the libraries that numbers depend on."""
+    found = {"python": platform.python_version()}
+    for name in LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def code_hash() -> str:
+    """The SHA-256 of the package's own source files."""
+    root = Path(__file__).parent.parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def device_name(device: torch.device) -> str:
+    """The device in words."""
+    if device.type == "cuda":
+        return f"cuda: {torch.cuda.get_device_name(device)}"
+    return device.type if device.type != "cpu" else f"cpu: {platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of a name; "auto" is the fastest there is.
+
+    Raises:
+        ValueError: the name is none, or this machine has no such device.
+    """
+    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if name == "auto":
+        return torch.device(next(kind for kind in ("cuda", "mps", "cpu") if available[kind]))
+    kind = name.partition(":")[0]
+    if kind not in available:
+        raise ValueError(f"device must be auto, cpu, cuda or mps, got {name!r}")
+    if not available[kind]:
+        raise ValueError(f"device {name!r} was asked for, but this machine has none; use --device auto or cpu")
+    return torch.device(name)

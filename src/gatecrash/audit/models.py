@@ -1,0 +1,142 @@
+"""Networks by name: torchvision's, timm's, our own, a bundle's, or a user's function."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+
+import torch
+from pydantic import ValidationError
+from torch import nn
+
+from gatecrash.audit.plan import ModelPlan
+from gatecrash.networks import NETWORKS, load_weights, pretrained_path
+from gatecrash.registry import Registry, unknown
+
+Maker = Callable[[str, ModelPlan], nn.Module]
+
+MAKERS: Registry[Maker] = Registry("kind of model")
+
+
+def load_model(plan: ModelPlan, folder: Path, *, trust: bool = False) -> nn.Module:
+    """The network of a plan with its weights, in eval mode; paths are relative to `folder`.
+
+    Raises:
+        ValueError: in one line: an unknown name, weights that are missing, damaged or do not fit, a `module:function`
+            without `trust`.
+    """
+    kind, _, name = plan.name.partition(":")
+    if not name:
+        raise ValueError(
+            f"model.name must be KIND:NAME with KIND one of {', '.join(MAKERS)} or a module, got {plan.name!r}"
+        )
+    if kind == "bundle":
+        inner = bundled(folder / name)
+        if inner.name.startswith("bundle:"):
+            raise ValueError(f"{folder / name} is a bundle of a bundle")
+        return load_model(inner, folder / name)
+    if kind not in MAKERS:
+        model = call_function(kind, name, plan, trust=trust)
+        needs_weights = False
+    else:
+        model = MAKERS[kind](name, plan)
+        needs_weights = plan.weights not in ("default", "random")
+    if needs_weights and plan.weights is None:
+        raise ValueError(
+            f"model.weights is missing: {plan.name} comes without any; give a .safetensors or .pth file, "
+            '"default" for the library\'s own, or "random" to audit an untrained network'
+        )
+    if plan.weights is not None and plan.weights not in ("default", "random"):
+        load_weights(model, folder / Path(plan.weights).expanduser())
+    return model.eval()
+
+
+@MAKERS.register("torchvision")
+def _torchvision(name: str, plan: ModelPlan) -> nn.Module:
+    from torchvision import models
+
+    known = models.list_models()
+    if name not in known:
+        raise ValueError(unknown("torchvision model", name, known))
+    weights = "DEFAULT" if plan.weights == "default" else None
+    return made(plan, lambda: models.get_model(name, weights=weights, **plan.options))
+
+
+@MAKERS.register("timm")
+def _timm(name: str, plan: ModelPlan) -> nn.Module:
+    import timm
+
+    if not timm.is_model(name):
+        near = timm.list_models(f"{name.split('_')[0]}*")
+        raise ValueError(unknown("timm model", name, near[:40] or timm.list_modules()[:40]))
+    return made(plan, lambda: timm.create_model(name, pretrained=plan.weights == "default", **plan.options))
+
+
+@MAKERS.register("builtin")
+def _builtin(name: str, plan: ModelPlan) -> nn.Module:
+    model = made(plan, lambda: NETWORKS[name](**plan.options))
+    return load_weights(model, pretrained_path(name)) if plan.weights == "default" else model
+
+
+def call_function(module: str, function: str, plan: ModelPlan, *, trust: bool) -> nn.Module:
+    """The network that a function of the user's returns; runs the user's code, so only where it was asked for."""
+    if not trust:
+        known = [*MAKERS, "bundle"]
+        raise ValueError(
+            f"model.name {plan.name!r}: {module!r} is not one of {', '.join(known)}; if it is a module of yours whose "
+            "code may run, say --trust"
+        )
+    try:
+        maker = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"model.name {plan.name!r}: {error}") from error
+    return made(plan, lambda: maker(**plan.options))
+
+
+def bundled(folder: Path) -> ModelPlan:
+    """What a model bundle says of its network in `model.json`: name, options, layer, normalisation, size."""
+    about = folder / "model.json"
+    if not about.is_file():
+        raise ValueError(f"{folder} is no model bundle: model.json is missing")
+    try:
+        content = json.loads(about.read_text(encoding="utf-8"))
+        known = {key: value for key, value in content.items() if key in ModelPlan.model_fields}
+        return ModelPlan.model_validate(known | {"weights": "model.safetensors"})
+    except (json.JSONDecodeError, AttributeError, ValidationError) as error:
+        raise ValueError(f"{about} does not describe a network: {' '.join(str(error).split())}") from error
+
+
+def completed(plan: ModelPlan, folder: Path) -> ModelPlan:
+    """The plan with what a model bundle knows filled in where the plan says nothing."""
+    kind, _, name = plan.name.partition(":")
+    if kind != "bundle":
+        return plan
+    said = plan.model_dump(exclude_unset=True)
+    return ModelPlan.model_validate(bundled(folder / name).model_dump(exclude={"name", "weights", "options"}) | said)
+
+
+def made(plan: ModelPlan, make: Callable[[], Any]) -> nn.Module:
+    """What a constructor makes; options that it does not take, or weights that cannot be fetched, are a ValueError."""
+    try:
+        model = make()
+    except TypeError as error:
+        raise ValueError(f"model.options {plan.options} do not suit {plan.name}: {error}") from error
+    except (URLError, OSError) as error:
+        raise ValueError(f"the weights of {plan.name} cannot be fetched: {error}") from error
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model.name {plan.name!r} must give a torch.nn.Module, got {type(model).__name__}")
+    return model
+
+
+def hash_of(model: nn.Module) -> str:
+    """The SHA-256 of a network's weights, names and shapes included."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()

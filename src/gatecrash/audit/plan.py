@@ -1,0 +1,351 @@
+"""The plan of an audit: the YAML file's schema, its checks and their messages."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
+
+from gatecrash.attacks import ATTACKS
+from gatecrash.ball import BALLS, Ball
+from gatecrash.data import SOURCES
+from gatecrash.detectors import DETECTORS
+from gatecrash.registry import Registry, unknown
+from gatecrash.stepper import SCHEDULES, ScheduleName
+
+
+def number(value: Any) -> Any:
+    """A fraction such as "8/255" as a number; anything else as it is."""
+    if isinstance(value, str):
+        try:
+            return float(Fraction(value.replace(" ", "")))
+        except (ValueError, ZeroDivisionError):
+            raise ValueError(f"must be a number or a fraction such as 8/255, got {value!r}") from None
+    return value
+
+
+def numbers(value: Any) -> Any:
+    """A number or a list of numbers, fractions allowed."""
+    return [number(part) for part in value] if isinstance(value, list) else number(value)
+
+
+def named(table: Registry[Any]) -> AfterValidator:
+    """A check that a name is in a table; what follows a colon is the entry's own."""
+
+    def check(name: str) -> str:
+        table[name.partition(":")[0]]
+        return name
+
+    return AfterValidator(check)
+
+
+Eps = Annotated[float | list[float], BeforeValidator(numbers)]
+Number = Annotated[float, BeforeValidator(number)]
+
+
+class Part(BaseModel):
+    """A part of a plan; unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelPlan(Part):
+    """The network under audit."""
+
+    name: str
+    """`torchvision:NAME`, `timm:NAME`, `builtin:NAME`, `bundle:DIR`, or `module:function` with --trust."""
+    weights: str | None = None
+    """A .safetensors or .pth file, relative to the plan; "default" for the library's or the package's own; "random"."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """What the network's constructor takes, e.g. {num_classes: 43}."""
+    layer: str | list[str] | None = None
+    """The features: what detectors of features read and `of: features` collides."""
+    mean: list[Number] | None = None
+    std: list[Number] | None = None
+    channels: Literal[1, 3] | None = None
+    """What images are converted to: 1 grey, 3 RGB."""
+    size: PositiveInt | None = None
+    """The side that images are converted to; attacks act on images of this size."""
+    resize: PositiveInt | None = None
+    """The side the network wants, where that is another: resized inside, differentiably."""
+
+
+class SourcePlan(Part):
+    """Images from a source."""
+
+    source: Annotated[str, named(SOURCES)]
+    limit: PositiveInt | None = None
+    shuffle: bool = False
+    root: str | None = None
+    """Where the data set lies, relative to the plan."""
+    classes: list[str | int] | None = None
+    """One image of each of these classes instead of the first ones: names or label numbers."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short(cls, value: Any) -> Any:
+        return {"source": value} if isinstance(value, str) else value
+
+
+class DataPlan(Part):
+    """Which images play which part."""
+
+    inliers: SourcePlan
+    outliers: dict[str, SourcePlan] = Field(min_length=1)
+    fit: SourcePlan | None = None
+    """Labelled inliers to fit the detectors on, where one needs them."""
+    held_out: SourcePlan | None = None
+    """Further inliers, for detectors with an option that needs them."""
+    fit_outliers: SourcePlan | None = None
+    """Known outliers, likewise; not those of the test."""
+
+
+class DetectorPlan(BaseModel):
+    """A detector by its registry name, with its options beside it."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    name: Annotated[str, named(DETECTORS)]
+    label: str | None = None
+    """What it is called in tables; needed to tell two of one name apart."""
+    members: list[DetectorPlan] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _known_options(self) -> DetectorPlan:
+        allowed = list(inspect.signature(DETECTORS[self.name].__init__).parameters)[2:]
+        for key in self.options:
+            if key not in allowed:
+                raise ValueError(unknown(f"option of {self.name}", key, [*allowed, "label"]))
+        if (self.members is not None) != (self.name == "ensemble"):
+            raise ValueError("members: an ensemble has them, and no other detector")
+        return self
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The detector's own options."""
+        return dict(self.model_extra or {})
+
+    @property
+    def title(self) -> str:
+        """What it is called in tables."""
+        return self.label or self.name
+
+
+class BallPlan(Part):
+    """How far an attack may go."""
+
+    norm: Annotated[str, named(BALLS)]
+    eps: Eps
+
+    @model_validator(mode="after")
+    def _positive(self) -> BallPlan:
+        self.ball()
+        return self
+
+    def ball(self) -> Ball:
+        """The ball itself."""
+        return BALLS[self.norm](self.eps)
+
+
+class AttackPlan(Part):
+    """An attack by its registry name, and what it may do."""
+
+    name: Literal["collide", "admit", "evict", "softmax"]
+    ball: BallPlan
+    of: str | list[str] | None = None
+    """For `collide`: "logits", "features" (the model's layer), "detector" (each detector's own encoding), or layers."""
+    side: Literal["out", "in", "both"] | None = None
+    """Whom it attacks; "both" lowers the outliers' scores and raises the inliers', and reports each side as well."""
+    start: list[str] | None = None
+    """For `collide`: only these outlier sets."""
+    steps: PositiveInt = 100
+    restarts: PositiveInt = 1
+    step: Number | None = None
+    schedule: ScheduleName | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_start(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            name = value.get("name")
+            if isinstance(name, str) and name not in ATTACKS:
+                raise ValueError(unknown("attack", name, list(ATTACKS)))
+            schedule = value.get("schedule")
+            if isinstance(schedule, str) and schedule not in SCHEDULES:
+                raise ValueError(unknown("schedule", schedule, list(SCHEDULES)))
+            if isinstance(value.get("start"), str):
+                value = value | {"start": [value["start"]]}
+        return value
+
+    @model_validator(mode="after")
+    def _sensible(self) -> AttackPlan:
+        if self.name != "collide":
+            for key in ("of", "start", "schedule"):
+                if getattr(self, key) is not None:
+                    raise ValueError(f"{key} is for collide; {self.name} does not take it")
+        natural = {
+            "collide": ("out",),
+            "admit": ("out", "both"),
+            "evict": ("in", "both"),
+            "softmax": ("out", "in", "both"),
+        }
+        if self.side is not None and self.side not in natural[self.name]:
+            raise ValueError(f"side of {self.name} must be one of {', '.join(natural[self.name])}, got {self.side!r}")
+        return self
+
+    @property
+    def sides(self) -> tuple[Literal["out", "in"], ...]:
+        """The sides that are attacked."""
+        side = self.side or {"collide": "out", "admit": "out", "evict": "in", "softmax": "both"}[self.name]
+        return ("out", "in") if side == "both" else ("in",) if side == "in" else ("out",)
+
+    @property
+    def target(self) -> str | list[str]:
+        """What a collision is of."""
+        return self.of or "features"
+
+    @property
+    def title(self) -> str:
+        """What it is called in tables."""
+        if self.name == "collide":
+            return f"collide {self.target if isinstance(self.target, str) else '+'.join(self.target)}"
+        return "admit + evict" if self.name in ("admit", "evict") and len(self.sides) == 2 else self.name
+
+
+class PicturePlan(Part):
+    """One image made to collide with a few inliers, to look at."""
+
+    title: str
+    start: SourcePlan
+    targets: SourcePlan
+    ball: BallPlan
+    of: str | list[str] = "features"
+    steps: PositiveInt = 300
+
+
+class Plan(Part):
+    """All that an audit does."""
+
+    model: ModelPlan
+    data: DataPlan
+    detectors: list[DetectorPlan] = Field(min_length=1)
+    attacks: list[AttackPlan] = Field(default_factory=list)
+    pictures: list[PicturePlan] = Field(default_factory=list)
+    seed: int = 0
+    batch_size: PositiveInt = 100
+    """Images that are attacked together, and saved together."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Plan:
+        check_titles([detector.title for detector in self.detectors], "detector", "give one a label")
+        labels = [(a.title, a.ball.norm, str(a.ball.eps)) for a in self.attacks]
+        check_titles([" ".join(label) for label in labels], "attack", "once is enough")
+        for attack in self.attacks:
+            for name in attack.start or []:
+                if name not in self.data.outliers:
+                    raise ValueError(unknown("outlier set in start", name, list(self.data.outliers)))
+        needy = [d.title for d in self.detectors if DETECTORS[d.name].card.fit != "nothing"]
+        if needy and self.data.fit is None:
+            raise ValueError(f"data.fit is missing: {', '.join(needy)} must be fitted on inliers")
+        return self
+
+
+def check_titles(titles: Sequence[str], noun: str, advice: str) -> None:
+    """Raises a ValueError when two of the same noun have one title."""
+    for title in titles:
+        if titles.count(title) > 1:
+            raise ValueError(f"two {noun}s are called {title!r}; {advice}")
+
+
+def read_plan(path: str | Path) -> Plan:
+    """The plan in a YAML file.
+
+    Raises:
+        ValueError: in one line: the file is missing, is not YAML, has tags that would build objects, or does not fit
+            the schema; it names the key and what is allowed.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read plan {path}: {getattr(error, 'strerror', None) or 'not a text file'}") from error
+    return parse_plan(text, str(path))
+
+
+def parse_plan(text: str, name: str = "plan") -> Plan:
+    """The plan in a YAML text; `name` stands in messages."""
+    try:
+        content = yaml.safe_load(text)
+    except yaml.constructor.ConstructorError as error:
+        where = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ValueError(f"{name} has a tag that plans may not have{where}: {error.problem}") from error
+    except yaml.YAMLError as error:
+        raise ValueError(f"{name} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{name} must be a mapping with the keys {', '.join(Plan.model_fields)}")
+    return plan_from(content, name)
+
+
+def plan_from(content: Mapping[str, Any], name: str = "plan") -> Plan:
+    """The plan in a mapping, as YAML would give it."""
+    try:
+        return Plan.model_validate(content)
+    except ValidationError as error:
+        raise ValueError(f"{name}: {sentence(error, Plan)}") from None
+
+
+def plan_text(plan: Plan) -> str:
+    """The plan as YAML, defaults filled in."""
+    return str(yaml.safe_dump(plan.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
+
+
+def sentence(error: ValidationError, schema: type[BaseModel]) -> str:
+    """The first mistake in a plan as one line: the key, what is wrong, what is allowed."""
+    first = error.errors()[0]
+    location = [str(step) for step in first["loc"] if not str(step).startswith(("float", "list[", "str", "function"))]
+    key = ".".join(location)
+    if first["type"] == "extra_forbidden":
+        fields = allowed_keys(schema, location[:-1])
+        where = f" in {'.'.join(location[:-1])}" if len(location) > 1 else ""
+        return unknown(f"key{where}", location[-1], fields)
+    if first["type"] == "missing":
+        return f"{key} is missing"
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "value_error":
+        return f"{key}: {message}" if key else message
+    return f"{key}: {message[0].lower()}{message[1:]}, got {first['input']!r}"
+
+
+def allowed_keys(schema: type[BaseModel], location: Sequence[str]) -> list[str]:
+    """The keys that the part of a plan at a location may have."""
+    parts: dict[str, type[BaseModel]] = {
+        "model": ModelPlan,
+        "data": DataPlan,
+        "attacks": AttackPlan,
+        "detectors": DetectorPlan,
+        "ball": BallPlan,
+        "pictures": PicturePlan,
+    }
+    sources = {"inliers", "outliers", "fit", "held_out", "fit_outliers", "start", "targets"}
+    for step in location:
+        schema = SourcePlan if step in sources else parts.get(step, schema)
+    return list(schema.model_fields)

@@ -1,0 +1,305 @@
+"""The command line: parse, call, print."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import click
+import typer
+from pydantic import ValidationError
+from rich.console import Console
+from rich.table import Table
+
+from gatecrash.attacks import ATTACKS
+from gatecrash.audit import (
+    EXAMPLES,
+    BallPlan,
+    ModelPlan,
+    SourcePlan,
+    audit_plan,
+    collide_sources,
+    examine,
+    example_plan,
+    example_text,
+    run_demo,
+)
+from gatecrash.audit.manifest import versions
+from gatecrash.audit.plan import sentence
+from gatecrash.bundle import Bundle, Results, Row
+from gatecrash.data import describe_sources
+from gatecrash.detectors import DETECTORS
+
+app = typer.Typer(
+    help="Attack out-of-distribution detectors and measure how far they break.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
+Trust = Annotated[bool, typer.Option("--trust", help="Let a model named module:function run its code.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with a run that was interrupted.")]
+Seed = Annotated[int, typer.Option(help="Determines every random number.")]
+
+
+def main() -> None:
+    """Run a command; a user's mistake is one line on standard error and exit code 2."""
+    try:
+        status = app(standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        print_line(error.format_message())
+        status = 2
+    except click.ClickException as error:
+        print_line(f"gatecrash: {error.format_message()}", sys.stderr)
+        status = 2
+    except ValueError as error:
+        print_line(f"gatecrash: {' '.join(str(error).split())}", sys.stderr)
+        status = 2
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        print_line(f"gatecrash: {error.strerror or error}{where}", sys.stderr)
+        status = 2
+    except (KeyboardInterrupt, click.Abort):
+        print_line("gatecrash: interrupted; what was finished is kept, and --resume goes on from there", sys.stderr)
+        status = 130
+    sys.exit(status or 0)
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    show_version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    """Attack out-of-distribution detectors and measure how far they break."""
+    if show_version:
+        print_line(f"gatecrash {versions()['gatecrash']}")
+        raise typer.Exit
+
+
+@app.command("demo")
+def demo_command(
+    out: Annotated[Path, typer.Option(help="Where the bundle goes.")] = Path("runs/demo"),
+    seed: Seed = 0,
+    device: Device = "auto",
+    train: Annotated[bool, typer.Option("--train", help="Train the network on the spot first.")] = False,
+    resume: Resume = False,
+    as_json: Json = False,
+) -> None:
+    """Audit a small classifier of clothes on embedded data: the whole product in a few minutes."""
+    results = run_demo(out, seed=seed, device=device, train=train, resume=resume)
+    print_results(results, Bundle(out), as_json)
+
+
+@app.command("audit")
+def audit_command(
+    plan: Annotated[Path | None, typer.Argument(help="The plan, a YAML file.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where the bundle goes; runs/NAME OF THE PLAN by default.")] = None,
+    resume: Resume = False,
+    device: Device = "auto",
+    trust: Trust = False,
+    example: Annotated[str | None, typer.Option(help=f"Print an example plan: {', '.join(EXAMPLES)}.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Attack the detectors of a plan, measure how far they break, and write a bundle with a report."""
+    if example is not None:
+        print_line(example_text(example).rstrip("\n"))
+        return
+    if plan is None:
+        raise ValueError(
+            "which plan? gatecrash audit PLAN.yaml; gatecrash audit --example demo prints one to start from"
+        )
+    folder = out or Path("runs") / plan.stem
+    print_results(audit_plan(plan, out=folder, resume=resume, device=device, trust=trust), Bundle(folder), as_json)
+
+
+@app.command("collide")
+def collide_command(
+    start: Annotated[str, typer.Option(help="The source of the images to move, e.g. noise or folder:DIR.")],
+    target: Annotated[str, typer.Option(help="The source of the images to collide with, e.g. fashion:test.")],
+    out: Annotated[Path, typer.Option(help="An empty or new folder for the pictures.")] = Path("runs/collide"),
+    model: Annotated[str | None, typer.Option(help="torchvision:NAME, timm:NAME, …; the demo's by default.")] = None,
+    weights: Annotated[str | None, typer.Option(help="A .safetensors or .pth file, default, or random.")] = None,
+    layer: Annotated[
+        list[str] | None, typer.Option(help="The layer to match; the output by default. Repeatable.")
+    ] = None,
+    mean: Annotated[str | None, typer.Option(help="Per channel, e.g. 0.485,0.456,0.406.")] = None,
+    std: Annotated[str | None, typer.Option(help="Per channel, e.g. 0.229,0.224,0.225.")] = None,
+    channels: Annotated[int | None, typer.Option(help="1 or 3: what images are converted to.")] = None,
+    size: Annotated[int | None, typer.Option(help="The side that images are converted to.")] = None,
+    norm: Annotated[str, typer.Option(help="l2 or linf.")] = "l2",
+    eps: Annotated[str, typer.Option(help="How far an image may move, e.g. 5 or 8/255.")] = "5",
+    steps: Annotated[int, typer.Option(min=1)] = 300,
+    restarts: Annotated[int, typer.Option(min=1)] = 1,
+    limit: Annotated[int, typer.Option(min=1, help="At most so many pairs.")] = 8,
+    root_folder: Annotated[str | None, typer.Option("--root", help="Where published data sets lie.")] = None,
+    seed: Seed = 0,
+    device: Device = "auto",
+    trust: Trust = False,
+    as_json: Json = False,
+) -> None:
+    """Make images collide with others in a network's latent space: pictures, MAPE histogram, latents."""
+    try:
+        network = network_of(model, weights, layer, mean, std, channels, size)
+        starts, targets = (SourcePlan(source=spec, limit=limit, root=root_folder) for spec in (start, target))
+        ball = BallPlan.model_validate({"norm": norm, "eps": eps})
+    except ValidationError as error:
+        raise ValueError(sentence(error, ModelPlan)) from None
+    pairs = collide_sources(
+        network, starts, targets, ball, out=out, steps=steps, restarts=restarts, seed=seed, device=device, trust=trust
+    )
+    if as_json:
+        print_line((out / "collisions.json").read_text(encoding="utf-8").rstrip("\n"))
+        return
+    table = Table(title=f"{start} → {target}, {norm} {eps}")
+    for column in ("pair", "MAPE", "moved", "target was away"):
+        table.add_column(column, justify="right")
+    for pair in pairs:
+        table.add_row(str(pair.index), f"{pair.mape:.4%}", f"{pair.distance:.3f}", f"{pair.target_distance:.3f}")
+    Console().print(table)
+    print_line(f"pictures, mape.png and latents.png are in {out}")
+
+
+@app.command("detectors")
+def detectors_command(as_json: Json = False) -> None:
+    """List the detectors."""
+    cards = [(name, DETECTORS[name].card) for name in DETECTORS]
+    print_listing(
+        [
+            {"name": name, "paper": c.paper, "year": c.year, "reads": c.reads, "fit": c.fit, "gradient": c.gradient}
+            for name, c in cards
+        ],
+        as_json,
+    )
+
+
+@app.command("attacks")
+def attacks_command(as_json: Json = False) -> None:
+    """List the attacks."""
+    entries = [(name, ATTACKS[name]) for name in ATTACKS]
+    print_listing([{"name": n, "aim": a.aim, "paper": a.paper, "what": a.summary} for n, a in entries], as_json)
+
+
+@app.command("data")
+def data_command(as_json: Json = False) -> None:
+    """List the sources of images."""
+    print_listing([dict(entry) for entry in describe_sources()], as_json, hidden={"name"})
+
+
+@app.command("doctor")
+def doctor_command(as_json: Json = False) -> None:
+    """Say what this machine has: device, versions, data, and what is missing."""
+    findings = examine()
+    if as_json:
+        print_line(json.dumps(findings, indent=1))
+        return
+    print_line(f"device    {findings['device']}")
+    print_line(f"python    {findings['python']}")
+    print_line("versions  " + ", ".join(f"{name} {number}" for name, number in findings["versions"].items()))
+    print_line("data      " + ", ".join(f"{name} ({count})" for name, count in findings["data"].items()))
+    print_line("by path   " + ", ".join(findings["needs_files"]))
+    print_line("missing   " + ("; ".join(findings["missing"]) or "nothing"))
+
+
+def network_of(
+    model: str | None,
+    weights: str | None,
+    layer: list[str] | None,
+    mean: str | None,
+    std: str | None,
+    channels: int | None,
+    size: int | None,
+) -> ModelPlan:
+    """The network that the options describe; without --model the demo's, where other options are not given."""
+    said: dict[str, Any] = {
+        "name": model,
+        "weights": weights,
+        "layer": layer[0] if layer and len(layer) == 1 else layer or None,
+        "mean": None if mean is None else mean.split(","),
+        "std": None if std is None else std.split(","),
+        "channels": channels,
+        "size": size,
+    }
+    known = example_plan("demo").model.model_dump() if model is None else {}
+    return ModelPlan.model_validate(known | {key: value for key, value in said.items() if value is not None})
+
+
+def print_results(results: Results, bundle: Bundle, as_json: bool) -> None:
+    """The AUROC of every detector, clean and after each attack, and where the report is."""
+    if as_json:
+        print_line(json.dumps(results, indent=1))
+        return
+    columns: dict[str, str] = {}
+    for row in results["rows"]:
+        columns.setdefault(column_of(row), "")
+    table = Table(title="AUROC")
+    table.add_column("detector")
+    table.add_column("outliers")
+    for column in columns:
+        table.add_column(column, justify="right")
+    pairs = dict.fromkeys((row["detector"], row["outliers"]) for row in results["rows"])
+    for detector, outliers in pairs:
+        values = {
+            column_of(row): f"{row['auroc']:.3f}"
+            for row in results["rows"]
+            if (row["detector"], row["outliers"]) == (detector, outliers)
+        }
+        table.add_row(detector, outliers, *(values.get(column, "") for column in columns))
+    Console().print(table)
+    for line in collision_lines(results["rows"]):
+        print_line(line)
+    for check in results["checks"]:
+        if check["status"] == "fail":
+            print_line(f"check {check['name']} failed: {check['sentence']}")
+    print_line(f"report: {bundle.report}")
+
+
+def column_of(row: Row) -> str:
+    """The head of a row's column: the attack, its ball and its side."""
+    if row["attack"] == "none":
+        return "clean"
+    side = "" if row["attack"].startswith("collide") else f"\n{row['side']}"
+    return f"{row['attack']}\n{ball_text(row)}{side}"
+
+
+def ball_text(row: Row) -> str:
+    """A row's ball, small L∞ radii in grey levels."""
+    eps = row["eps"] or 0.0
+    if row["norm"] == "linf" and abs(255 * eps - round(255 * eps)) < 1e-6:
+        return f"L∞ {round(255 * eps)}/255"
+    return f"{'L∞' if row['norm'] == 'linf' else 'L2'} {eps:g}"
+
+
+def collision_lines(rows: Sequence[Row]) -> list[str]:
+    """A sentence per collision: how close the latents came, and how far the target was."""
+    lines = {}
+    for row in rows:
+        if "mape_median" in row and "target_distance_median" in row:
+            lines[row["attack"], row["outliers"], row["eps"]] = (
+                f"{row['attack']} from {row['outliers']}: median MAPE {row['mape_median']:.4%}, "
+                f"the target {row['target_distance_median']:.1f} away, {ball_text(row)} allowed"
+            )
+    return list(lines.values())
+
+
+def print_listing(entries: list[dict[str, Any]], as_json: bool, hidden: set[str] | None = None) -> None:
+    """Entries as a table or as JSON."""
+    if as_json:
+        print_line(json.dumps(entries, indent=1))
+        return
+    shown = [key for key in entries[0] if key not in (hidden or set())]
+    table = Table()
+    for key in shown:
+        table.add_column(key, overflow="fold")
+    for entry in entries:
+        table.add_row(*(str(entry[key]) for key in shown))
+    Console().print(table)
+
+
+def print_line(text: str, stream: Any = None) -> None:
+    """One piece of text, as it is."""
+    (stream or sys.stdout).write(text + "\n")

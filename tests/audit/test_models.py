@@ -1,0 +1,128 @@
+"""Networks by name, and what a wrong name, a wrong file or an untrusted function gets."""
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from gatecrash.audit.models import completed, hash_of, load_model
+from gatecrash.audit.plan import ModelPlan
+from gatecrash.networks import save_weights
+
+
+def test_torchvision_timm_and_our_own_by_name(tmp_path: Path) -> None:
+    from torchvision.models import resnet18
+
+    source = resnet18(num_classes=3)
+    torch.save(source.state_dict(), tmp_path / "weights.pth")
+    plan = ModelPlan(name="torchvision:resnet18", weights="weights.pth", options={"num_classes": 3})
+    model = load_model(plan, tmp_path)
+    assert hash_of(model) == hash_of(source)
+    assert not model.training
+    tiny = {"img_size": 32, "patch_size": 16, "embed_dim": 16, "depth": 1, "num_heads": 2, "num_classes": 2}
+    vit = load_model(ModelPlan(name="timm:vit_tiny_patch16_224", weights="random", options=tiny), tmp_path)
+    assert vit(torch.rand(1, 3, 32, 32)).shape == (1, 2)
+    assert load_model(ModelPlan(name="builtin:resnet20", weights="random"), tmp_path)(
+        torch.rand(1, 3, 32, 32)
+    ).shape == (1, 10)
+
+
+def test_a_hash_changes_with_any_weight() -> None:
+    model = nn.Linear(3, 2)
+    before = hash_of(model)
+    model.weight.data[0, 0] += 1e-3
+    assert hash_of(model) != before
+    assert hash_of(model.bfloat16()) != before
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"name": "torchvision:resnet81"}, "unknown torchvision model 'resnet81'; did you mean 'resnet"),
+        ({"name": "timm:vit_base_patch17"}, "unknown timm model 'vit_base_patch17'"),
+        ({"name": "builtin:resnet21"}, "unknown network 'resnet21'; did you mean 'resnet20'"),
+        ({"name": "resnet20"}, "model.name must be KIND:NAME"),
+        ({"name": "torchvision:resnet18"}, "model.weights is missing: torchvision:resnet18 comes without any"),
+        ({"name": "builtin:resnet20", "weights": "random", "options": {"depht": 3}}, "do not suit builtin:resnet20"),
+        ({"name": "builtin:resnet20", "weights": "none.pth"}, "cannot read weights .*none.pth"),
+        ({"name": "bundle:nowhere"}, "nowhere is no model bundle: model.json is missing"),
+        ({"name": "os:getcwd"}, "'os' is not one of .*; if it is a module of yours whose code may run, say --trust"),
+    ],
+)
+def test_mistakes_are_named(tmp_path: Path, plan: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_model(ModelPlan.model_validate(plan), tmp_path)
+
+
+def test_a_state_dict_that_does_not_fit_names_the_first_three_mismatches(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(1)}, tmp_path / "wrong.pth")
+    plan = ModelPlan(name="builtin:resnet20", weights="wrong.pth")
+    with pytest.raises(
+        ValueError, match=r"do not fit ResNetCifar: missing conv1.weight; missing .*; missing .*; and \d+ more"
+    ):
+        load_model(plan, tmp_path)
+
+
+def test_a_function_runs_only_when_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine_for_test.py").write_text(
+        "from pathlib import Path\nimport torch\n"
+        "Path(__file__).with_suffix('.ran').touch()\n"
+        "def make(width=2):\n    return torch.nn.Linear(2, width)\n"
+        "def broken():\n    return 3\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    plan = ModelPlan(name="mine_for_test:make", options={"width": 5})
+    with pytest.raises(ValueError, match="--trust"):
+        load_model(plan, tmp_path)
+    assert not (tmp_path / "mine_for_test.ran").exists()
+    assert load_model(plan, tmp_path, trust=True)(torch.rand(1, 2)).shape == (1, 5)
+    with pytest.raises(ValueError, match=r"must give a torch.nn.Module, got int"):
+        load_model(ModelPlan(name="mine_for_test:broken"), tmp_path, trust=True)
+    with pytest.raises(ValueError, match="has no attribute 'nothing'"):
+        load_model(ModelPlan(name="mine_for_test:nothing"), tmp_path, trust=True)
+    with pytest.raises(ValueError, match="No module named 'not_there_at_all'"):
+        load_model(ModelPlan(name="not_there_at_all:make"), tmp_path, trust=True)
+
+
+def test_a_model_bundle_brings_its_own_description(tmp_path: Path) -> None:
+    source = load_model(ModelPlan(name="builtin:resnet20", weights="random", options={"num_classes": 4}), tmp_path)
+    folder = tmp_path / "trained"
+    save_weights(source, folder / "model.safetensors")
+    about = {
+        "name": "builtin:resnet20",
+        "options": {"num_classes": 4},
+        "layer": "avgpool",
+        "mean": [0.5, 0.5, 0.5],
+        "extra": 1,
+    }
+    (folder / "model.json").write_text(json.dumps(about))
+    plan = ModelPlan(name="bundle:trained", std=[0.2, 0.2, 0.2])
+    assert hash_of(load_model(plan, tmp_path)) == hash_of(source)
+    filled = completed(plan, tmp_path)
+    assert (filled.layer, filled.mean, filled.std) == ("avgpool", [0.5, 0.5, 0.5], [0.2, 0.2, 0.2])
+    (folder / "model.json").write_text("{")
+    with pytest.raises(ValueError, match="does not describe a network"):
+        load_model(plan, tmp_path)
+    (folder / "model.json").write_text(json.dumps({"name": "bundle:trained"}))
+    with pytest.raises(ValueError, match="bundle of a bundle"):
+        load_model(plan, tmp_path)
+
+
+class Bomb:
+    """A pickle that would write a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[Path]]:
+        return (Path.touch, (self.path,))
+
+
+def test_a_pickle_with_code_in_it_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "bomb.pth").write_bytes(pickle.dumps({"conv1.weight": Bomb(tmp_path / "ran")}))
+    with pytest.raises(ValueError, match="refused: the file holds code"):
+        load_model(ModelPlan(name="builtin:resnet20", weights="bomb.pth"), tmp_path)
+    assert not (tmp_path / "ran").exists()

@@ -1,0 +1,177 @@
+"""The command line as a user meets it: output, JSON, and one line with exit code 2 for every mistake."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from small_plan import small_plan, write_small_plan
+
+from gatecrash import cli
+from gatecrash.data import SOURCES
+from gatecrash.detectors import DETECTORS
+
+
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of a command."""
+    monkeypatch.setattr(sys, "argv", ["gatecrash", *arguments])
+    monkeypatch.setenv("COLUMNS", "160")
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    out, err = capsys.readouterr()
+    return int(caught.value.code or 0), out, err
+
+
+@pytest.fixture
+def gatecrash(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.chdir(tmp_path)
+    return lambda *arguments: run(capsys, monkeypatch, *arguments)
+
+
+def test_version_and_listings(gatecrash) -> None:
+    assert gatecrash("--version")[:2] == (0, "gatecrash 0.1.0\n")
+    for command, key, expected in (
+        ("detectors", "name", set(DETECTORS)),
+        ("data", "name", set(SOURCES)),
+        ("attacks", "name", {"collide", "admit", "evict", "softmax", "score_to", "fgsm", "bim", "pgd"}),
+    ):
+        code, out, _ = gatecrash(command, "--json")
+        assert code == 0
+        assert expected <= {entry[key] for entry in json.loads(out)}
+        code, out, _ = gatecrash(command)
+        assert code == 0 and all(name in out for name in expected)
+
+
+def test_doctor_says_what_is_there(gatecrash) -> None:
+    code, out, _ = gatecrash("doctor", "--json")
+    findings = json.loads(out)
+    assert code == 0
+    assert findings["data"] == {
+        "fashion:train": 6000,
+        "fashion:val": 1000,
+        "fashion:test": 1000,
+        "fundus": 1,
+        "digits": 1797,
+    }
+    assert (
+        findings["versions"]["torch"] == torch.__version__.split("+")[0]
+        or findings["versions"]["torch"] == torch.__version__
+    )
+    code, out, _ = gatecrash("doctor")
+    assert code == 0 and "device" in out and "missing" in out
+
+
+def test_an_audit_prints_its_table_and_its_json(gatecrash, tmp_path: Path) -> None:
+    plan = write_small_plan(tmp_path / "plan.yaml", detectors=["msp"], pictures=[])
+    code, out, err = gatecrash("audit", str(plan), "--device", "cpu")
+    assert code == 0
+    assert "report: runs/plan/report.html" in out
+    assert "L∞ 8/255" in out and "clean" in out and "median MAPE" in out
+    assert err == ""
+    code, out, _ = gatecrash("audit", str(plan), "--device", "cpu", "--resume", "--json")
+    assert code == 0
+    assert json.loads(out) == json.loads((tmp_path / "runs/plan/results.json").read_text())
+
+
+def test_an_example_plan_can_be_printed_and_started_from(gatecrash) -> None:
+    code, out, _ = gatecrash("audit", "--example", "demo")
+    assert code == 0 and "builtin:small_cnn" in out
+    code, _, err = gatecrash("audit", "--example", "dmo")
+    assert (code, err) == (2, "gatecrash: there is no example 'dmo'; there are demo, imagenet, timm_vit\n")
+
+
+def test_collide_writes_pictures_and_charts(gatecrash, tmp_path: Path) -> None:
+    arguments = ("--start", "fundus", "--target", "fashion:test", "--limit", "3", "--steps", "60", "--device", "cpu")
+    code, out, _ = gatecrash("collide", *arguments, "--out", "c", "--json")
+    assert code == 0
+    pairs = json.loads(out)
+    assert len(pairs) == 3
+    assert all(pair["mape"] < 0.02 and pair["distance"] <= 5 + 1e-5 < pair["target_distance"] for pair in pairs)
+    found = Image.open(tmp_path / "c" / pairs[0]["files"]["found"])
+    assert found.size == (56, 56)
+    for chart in ("mape.png", "latents.png"):
+        assert min(Image.open(tmp_path / "c" / chart).size) > 200
+    code, out, _ = gatecrash("collide", *arguments, "--out", "d")
+    assert code == 0 and "MAPE" in out
+    assert gatecrash("collide", *arguments, "--out", "c")[::2] == (
+        2,
+        "gatecrash: c is not an empty folder; choose another --out\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["audit", "none.yaml"], "gatecrash: cannot read plan none.yaml: No such file or directory"),
+        (["audit"], "gatecrash: which plan? gatecrash audit PLAN.yaml"),
+        (["audit", "plan.yaml", "--device", "tpu"], "gatecrash: device must be auto, cpu, cuda or mps, got 'tpu'"),
+        (["audit", "plan.yaml", "--wat"], "gatecrash: No such option: --wat"),
+        (["audti"], "gatecrash: No such command 'audti'."),
+        (["collide", "--start", "nois", "--target", "noise"], "unknown source 'nois'; did you mean 'noise'"),
+        (["collide", "--start", "noise", "--target", "noise", "--eps", "0"], "eps must be positive"),
+        (["collide", "--start", "noise", "--target", "noise", "--norm", "l7"], "unknown norm 'l7'"),
+        (["collide", "--start", "npz:x.npz", "--target", "noise"], "x.npz"),
+        (["collide", "--start", "noise"], "gatecrash: Missing option '--target'"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(gatecrash, arguments: list[str], message: str) -> None:
+    write_small_plan(Path("plan.yaml"))
+    code, out, err = gatecrash(*arguments)
+    assert code == 2
+    assert out == ""
+    assert err.startswith("gatecrash: ") and err.count("\n") == 1
+    assert message in err
+    assert not Path("runs").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_cuda_without_a_gpu(gatecrash) -> None:
+    write_small_plan(Path("plan.yaml"))
+    code, _, err = gatecrash("audit", "plan.yaml", "--device", "cuda")
+    assert (code, err) == (
+        2,
+        "gatecrash: device 'cuda' was asked for, but this machine has none; use --device auto or cpu\n",
+    )
+
+
+def test_images_outside_the_range_are_named(gatecrash, tmp_path: Path) -> None:
+    import numpy as np
+
+    np.savez(tmp_path / "bad.npz", x=np.full((3, 56, 56), 7.0, dtype=np.float32))
+    plan = small_plan()
+    plan["data"]["outliers"] = {"bad": "npz:bad.npz"}
+    write_small_plan(Path("plan.yaml"), data=plan["data"])
+    code, _, err = gatecrash("audit", "plan.yaml")
+    assert code == 2
+    assert "must lie in [0, 1]" in err and err.count("\n") == 1
+
+
+def test_a_full_disk_is_one_line(gatecrash, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object, **options: object) -> None:
+        raise OSError(28, "No space left on device", "runs/plan/work/x")
+
+    write_small_plan(Path("plan.yaml"), detectors=["msp"])
+    monkeypatch.setattr("gatecrash.audit.work.save_file", full)
+    code, _, err = gatecrash("audit", "plan.yaml", "--device", "cpu")
+    assert (code, err) == (2, "gatecrash: No space left on device (runs/plan/work/x)\n")
+
+
+def test_ctrl_c_keeps_what_was_done(tmp_path: Path) -> None:
+    plan = write_small_plan(tmp_path / "plan.yaml")
+    command = [sys.executable, "-m", "gatecrash", "audit", str(plan), "--out", str(tmp_path / "run"), "--device", "cpu"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ))
+    work, deadline = tmp_path / "run" / "work", time.monotonic() + 120
+    while not (work.is_dir() and list(work.glob("[!.]*.safetensors"))):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err == "gatecrash: interrupted; what was finished is kept, and --resume goes on from there\n"
+    assert list(work.glob("[!.]*.safetensors"))
