@@ -60,7 +60,8 @@ def trained_net(seed: int = 0, dtype: torch.dtype = torch.float32) -> SmallNet:
 
 def fragile_net(seed: int = 0, dtype: torch.dtype = torch.float32) -> Fragile:
     """`trained_net` with its one weakness."""
-    net = Fragile().eval()
+    with torch.random.fork_rng(devices=[]):
+        net = Fragile().eval()
     net.load_state_dict(_trained(seed).state_dict())
     return net.to(dtype)
 

@@ -178,7 +178,6 @@ def test_one_layer_in_a_list_gives_a_tuple_of_one() -> None:
     assert Encoder(Tower()).layers == ()
 
 
-@pytest.mark.xfail(strict=True, reason="taps are kept by name, so that the second of the same name is lost")
 def test_a_layer_asked_for_twice_comes_twice() -> None:
     x = images(1, 1, 2, 2)
     torch.testing.assert_close(Encoder(Tower(), ["low", "high", "low"], pool=None)(x), (2 * x, 30 * x, 2 * x))
@@ -197,7 +196,6 @@ def test_of_a_module_that_runs_twice_the_last_output_is_taken() -> None:
     torch.testing.assert_close(Encoder(Twice(), "again", pool=None)(x), 4 * x)
 
 
-@pytest.mark.xfail(strict=True, raises=ValueError, reason="named_modules() names a shared module once")
 def test_a_module_with_two_names_is_found_under_both() -> None:
     model = Tower()
     model.high = model.low
@@ -624,7 +622,6 @@ class InPlace(nn.Module):
         return x.flatten(1)
 
 
-@pytest.mark.xfail(strict=True, reason="without resize and normalisation the network gets the caller's own tensor")
 def test_a_network_that_writes_into_its_input_does_not_reach_the_callers_images() -> None:
     x = images(2, 3, 2, 2)
     kept = x.clone()
@@ -632,7 +629,6 @@ def test_a_network_that_writes_into_its_input_does_not_reach_the_callers_images(
     assert torch.equal(x, kept)
 
 
-@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="the same: a leaf cannot be written into")
 def test_a_network_that_writes_into_its_input_can_be_attacked() -> None:
     start, target = images(2, 3, 2, 2), images(2, 3, 2, 2, seed=1)
     found = gate.collide(Encoder(InPlace()), start, target, gate.L2(10.0), steps=100)
@@ -743,7 +739,6 @@ def test_an_output_without_a_tensor_is_refused(output: Any, kind: str) -> None:
         Encoder(model, "layer")(x)
 
 
-@pytest.mark.xfail(strict=True, reason="the mapping has become a tuple by the time the message is written")
 def test_a_dictionary_without_a_tensor_is_called_one() -> None:
     with pytest.raises(ValueError, match=r"^Giving gives dict, in which no tensor was found$"):
         Encoder(Giving(lambda x: {"a": 1}))(images(1, 3, 2, 2))
@@ -765,7 +760,6 @@ def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> Non
         Encoder(Tower(), **options)
 
 
-@pytest.mark.xfail(strict=True, reason="the size is not looked at before the first call")
 @pytest.mark.parametrize("size", [0, -3, 3.5, (3,), (3, 0), "32"])
 def test_a_size_that_is_none_is_refused(size: Any) -> None:
     with pytest.raises(ValueError, match=r"^size must be"):

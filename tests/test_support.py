@@ -124,7 +124,6 @@ def test_a_written_file_can_be_read_by_others(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "a.txt").stat().st_mode) == 0o644
 
 
-@pytest.mark.xfail(strict=True, raises=EOFError, reason="the draft loses the suffix, so NumPy writes to another file")
 def test_a_writer_that_looks_at_the_suffix_finds_it(tmp_path: Path) -> None:
     with replacing(tmp_path / "labels.npz") as draft:
         np.savez(draft, y=np.arange(3))
@@ -245,7 +244,6 @@ def test_a_bar_closes_when_its_work_raises_and_the_next_one_appears(terminal: Te
     assert terminal.displays == 2
 
 
-@pytest.mark.xfail(strict=True, reason="rich sends standard output to the bar's console, which is standard error")
 def test_standard_output_stays_standard_output_under_a_bar(
     terminal: Terminal, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -256,7 +254,6 @@ def test_standard_output_stays_standard_output_under_a_bar(
     assert "a result" not in terminal.text
 
 
-@pytest.mark.xfail(strict=True, reason="rich reads brackets in a title as markup")
 @pytest.mark.parametrize("title", ["reading cifar10[train]", "reading folder:/a[/b]"])
 def test_brackets_in_a_title_are_shown(terminal: Terminal, title: str) -> None:
     with redirect_stderr(terminal):
@@ -264,7 +261,6 @@ def test_brackets_in_a_title_are_shown(terminal: Terminal, title: str) -> None:
     assert title in terminal.text
 
 
-@pytest.mark.xfail(strict=True, reason="the display is stopped with the bar that started it")
 def test_an_outer_bar_outlives_the_inner_one_that_appeared_first(terminal: Terminal) -> None:
     with redirect_stderr(terminal), progress("outer", 3) as outer:
         with progress("inner", 2) as inner:

@@ -10,7 +10,7 @@ True
 """
 
 from gatecrash import detectors, metrics, networks
-from gatecrash.attacks import admit, attack_softmax, bim, collide, evict, fgsm, pgd, score_to
+from gatecrash.attacks import admit, attack_softmax, bim, collide, evict, fgsm, pgd, score_to, worst_case
 from gatecrash.ball import L2, Ball, Linf
 from gatecrash.encoder import Encoder
 from gatecrash.found import Found
@@ -43,4 +43,5 @@ __all__ = [
     "pgd",
     "score_to",
     "search",
+    "worst_case",
 ]

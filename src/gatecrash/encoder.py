@@ -37,7 +37,7 @@ class Encoder(nn.Module):
         mean: per channel, subtracted from the image; None leaves it.
         std: per channel, divides the image; None leaves it.
         size: the side (or height and width) the network wants; images are resized, differentiably, inside.
-        pool: what becomes of maps (B, C, H, W) and tokens (B, T, D): "mean" over places, "flatten", or None.
+        pool: what becomes of tapped maps (B, C, H, W) and tokens (B, T, D): "mean" over places, "flatten", or None.
 
     Raises:
         ValueError: a layer does not exist; images do not fit mean and std or are not on the network's device.
@@ -62,7 +62,9 @@ class Encoder(nn.Module):
             raise ValueError(f"pool must be 'mean', 'flatten' or None, got {pool!r}")
         self.model = model
         self.layer = layer if layer is None or isinstance(layer, str) else tuple(layer)
-        self.size = size
+        if self.layer == () or not all(isinstance(name, str) for name in self.layers):
+            raise ValueError(f"layer must be a name, several names, or None for the network's output, got {layer!r}")
+        self.size = check_size(size)
         self.pool = pool
         self.register_buffer("mean", channels(mean, "mean"), persistent=False)
         self.register_buffer("std", channels(std, "std"), persistent=False)
@@ -103,11 +105,11 @@ class Encoder(nn.Module):
             output = self.model(inputs)
         if not self._taps:
             return upcast(first_tensor(output, type(self.model).__name__))
-        latents = tuple(pooled(upcast(self._output_of(name, outputs)), self.pool) for name in self._taps)
+        latents = tuple(pooled(upcast(self._output_of(name, outputs)), self.pool) for name in self.layers)
         return latents[0] if isinstance(self.layer, str) else latents
 
-    def _prepared(self, x: Tensor) -> Tensor:
-        device = self.device
+    def _prepared(self, images: Tensor) -> Tensor:
+        x, device = images, self.device
         if device is not None and device != x.device:
             raise ValueError(f"the images are on {x.device}, the network on {device}; move one: x.to({str(device)!r})")
         for name, tensor in (("mean", self.mean), ("std", self.std)):
@@ -120,10 +122,12 @@ class Encoder(nn.Module):
         if self.std is not None:
             x = x / self.std.to(x)
         parameter = next((p for p in self.model.parameters() if p.is_floating_point()), None)
-        return x if parameter is None else x.to(parameter.dtype)
+        x = x if parameter is None else x.to(parameter.dtype)
+        # A network may write into its input (x -= 0.5), and the images are the caller's.
+        return x.clone() if x is images else x
 
     def _find(self, names: tuple[str, ...]) -> dict[str, nn.Module]:
-        known = dict(self.model.named_modules())
+        known = dict(self.model.named_modules(remove_duplicate=False))
         for name in names:
             if name not in known or not name:
                 raise ValueError(no_such_layer(name, [key for key in known if key], type(self.model).__name__))
@@ -185,6 +189,7 @@ def first_tensor(output: Any, name: str) -> Tensor:
     """The tensor of a module's output: itself, the first of a sequence, or a named field of an output object."""
     if isinstance(output, Tensor):
         return output
+    kind = type(output).__name__
     if isinstance(output, Mapping):
         for key in ("logits", "image_embeds", "pooler_output", "last_hidden_state"):
             tensor = output.get(key)
@@ -195,7 +200,7 @@ def first_tensor(output: Any, name: str) -> Tensor:
         for part in output:
             if isinstance(part, Tensor):
                 return part
-    raise ValueError(f"{name} gives {type(output).__name__}, in which no tensor was found")
+    raise ValueError(f"{name} gives {kind}, in which no tensor was found")
 
 
 def upcast(z: Tensor) -> Tensor:
@@ -211,6 +216,14 @@ def channels(values: Sequence[float] | None, name: str) -> Tensor | None:
     if tensor.ndim != 1 or not bool(tensor.isfinite().all()):
         raise ValueError(f"{name} must be one finite number per channel, got {values!r}")
     return tensor.float().view(1, -1, 1, 1)
+
+
+def check_size(size: int | tuple[int, int] | None) -> int | tuple[int, int] | None:
+    """The size, when it is a side, a height and a width, or None."""
+    sides = size if isinstance(size, tuple | list) else (size, size)
+    if size is not None and (len(sides) != 2 or not all(isinstance(side, int) and side > 0 for side in sides)):
+        raise ValueError(f"size must be one positive whole number, or two, got {size!r}")
+    return size
 
 
 def flat(tensor: Tensor | None) -> list[float] | None:

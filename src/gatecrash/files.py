@@ -14,7 +14,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
     """A path beside `path` to write to; it takes its place when the block ends well and is removed when it does not."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    handle, name = tempfile.mkstemp(prefix=f".{path.stem}.", suffix=path.suffix, dir=path.parent)
     os.close(handle)
     draft = Path(name)
     try:

@@ -47,8 +47,12 @@ def check_images(x: object, name: str = "images") -> Tensor:
         bad = x.detach().isnan().flatten(1).any(dim=1).nonzero().flatten().tolist()
         raise ValueError(f"{name} must not hold NaN; found in {len(bad)} of {len(x)} images, first at index {bad[0]}")
     if low < 0 or high > 1:
-        hint = "; divide by 255" if high > 2 and low >= 0 else "; undo the normalisation" if low < 0 else ""
-        raise ValueError(f"{name} must lie in [0, 1], got values from {low:.4g} to {high:.4g}{hint}")
+        digits = 4
+        if max(-low, high - 1) < 1e-3:
+            hint, digits = "; clamp what rounding left: images.clamp(0, 1)", 8
+        else:
+            hint = "; divide by 255" if high > 2 and low >= 0 else "; undo the normalisation" if low < 0 else ""
+        raise ValueError(f"{name} must lie in [0, 1], got values from {low:.{digits}g} to {high:.{digits}g}{hint}")
     return x
 
 
@@ -67,7 +71,7 @@ def batches(data: Images, batch_size: int = 256, name: str = "images") -> Iterat
         ValueError: an item is neither images nor (images, labels), or the two differ in length; it names the batch.
     """
     if isinstance(data, Tensor):
-        data = data.split(batch_size)
+        data = data.split(batch_size) if data.ndim else [data]
     elif isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, Tensor) for part in data):
         x, y = data
         check_labels(y, len(x), name)
@@ -78,10 +82,10 @@ def batches(data: Images, batch_size: int = 256, name: str = "images") -> Iterat
         )
     for index, item in enumerate(data):
         where = f"{name}, batch {index}"
-        pair = isinstance(item, tuple | list)
-        if pair and len(item) != 2:
-            raise ValueError(f"{where}: expected images or (images, labels), got {len(item)} items")
-        x, y = item if pair else (item, None)
+        parts = tuple(item) if isinstance(item, tuple | list) else (item,)
+        if len(parts) not in (1, 2):
+            raise ValueError(f"{where}: expected images or (images, labels), got {len(parts)} items")
+        x, y = parts if len(parts) == 2 else (parts[0], None)
         x = check_images(x, where)
         if y is not None:
             check_labels(y, len(x), where)
@@ -103,7 +107,9 @@ def to_channels(x: Tensor, channels: int) -> Tensor:
         return x.expand(-1, 3, -1, -1).contiguous()
     if (x.shape[1], channels) == (3, 1):
         weights = torch.tensor(_LUMA, dtype=x.dtype, device=x.device).view(1, 3, 1, 1)
-        return (x * weights).sum(dim=1, keepdim=True).clamp(0, 1)
+        luma = (x * weights).sum(dim=1, keepdim=True)
+        # White comes to 1 + 1e-7; a plain clamp would bring its gradient to 0 as well.
+        return luma + (luma.clamp(0, 1) - luma).detach()
     raise ValueError(f"images with {x.shape[1]} channels cannot be made into images with {channels}")
 
 

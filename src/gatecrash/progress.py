@@ -33,6 +33,8 @@ class Bar:
     def advance(self, amount: int = 1, note: str = "") -> None:
         """Say that `amount` more of the work is done; `note` replaces what stands behind the title."""
         self.done += amount
+        if self._display is not None and not self._display.live.is_started:
+            self._display = None  # the bar that started it is gone
         if self._display is None and self._is_due():
             self._show()
         if self._display is not None and self._task is not None:
@@ -56,12 +58,13 @@ class Bar:
         outer = _shown.get()
         self._owned = outer is None
         self._display = outer or Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
             console=Console(stderr=True),
             transient=True,
+            redirect_stdout=sys.stdout.isatty(),  # else what a script prints would leave its pipe or file
         )
         if self._owned:
             self._display.start()

@@ -5,10 +5,12 @@ from gatecrash.attacks.latent import collide
 from gatecrash.attacks.registry import ATTACKS, Attack
 from gatecrash.attacks.score import admit, evict, score_to
 from gatecrash.attacks.softmax import attack_softmax
+from gatecrash.attacks.worst_case import WorstCase, worst_case
 
 __all__ = [
     "ATTACKS",
     "Attack",
+    "WorstCase",
     "admit",
     "attack_softmax",
     "bim",
@@ -17,4 +19,5 @@ __all__ = [
     "fgsm",
     "pgd",
     "score_to",
+    "worst_case",
 ]

@@ -32,14 +32,15 @@ class Budget:
     restarts: int
     surrogate_steps: int
     targets: int
+    """Classes to aim at, and latents to collide with."""
     collision_steps: int
     square_steps: int
 
 
 BUDGETS = {
     "quick": Budget(steps=30, restarts=1, surrogate_steps=20, targets=1, collision_steps=20, square_steps=50),
-    "standard": Budget(steps=100, restarts=2, surrogate_steps=50, targets=2, collision_steps=50, square_steps=200),
-    "thorough": Budget(steps=200, restarts=5, surrogate_steps=100, targets=4, collision_steps=100, square_steps=1000),
+    "standard": Budget(steps=100, restarts=5, surrogate_steps=50, targets=3, collision_steps=50, square_steps=200),
+    "thorough": Budget(steps=200, restarts=10, surrogate_steps=100, targets=9, collision_steps=100, square_steps=1000),
 }
 
 
@@ -67,10 +68,11 @@ def worst_case(
 ) -> WorstCase:
     """The strongest perturbation that a suite of attacks finds, per sample; there is nothing to tune.
 
-    In turn: APGD on the score itself; APGD on surrogates that do not saturate (log-odds, margin, spread of the logits)
-    where the detector reads logits; transfer from the score without preprocessing where it has one; collision with the
-    nearest latents of `others`; a gradient-free Square search; and APGD once more from the best point of all. Whatever
-    an attack follows, its points are ranked by the detector's own score.
+    In turn: APGD on the score itself; where the detector reads logits, APGD on surrogates that do not saturate
+    (log-odds, margin, spread of the logits) and towards each of the likeliest classes; transfer from the score without
+    preprocessing where it has one; collision with the nearest latents of `others`; a gradient-free Square search; and
+    the score once more from the best point of all, with halved and with annealed steps. Whatever an attack follows, its
+    points are ranked by the detector's own score.
 
     Args:
         detector: any detector, fitted.
@@ -158,6 +160,9 @@ class _Suite:
         self.steps = torch.zeros(len(images), dtype=torch.long, device=images.device)
         self.evaluations = torch.ones_like(self.steps)
         self.spent: dict[str, int] = {}
+        with torch.no_grad():
+            example = logits_read(detector, detector.encode(self.images[:1]))
+        self.classes = 0 if example is None else example.shape[1]
 
     def run(self, warm: Tensor | None) -> WorstCase:
         """All attacks in turn, each on the samples that are left."""
@@ -188,16 +193,19 @@ class _Suite:
 
     def _attacks(self) -> Iterator[tuple[str, Callable[[str, Tensor], None]]]:
         yield "score", self._descend
-        if surrogates_apply(self.detector, self.images[:1]):
+        if self.classes > 1:
             for name, surrogate in SURROGATES.items():
                 yield name, partial(self._follow, surrogate)
+            for rank in range(min(self.budget.targets, self.classes)):
+                yield f"class {rank + 1}", partial(self._aim, rank)
         if getattr(self.detector, "preprocesses", False):
             yield "without preprocessing", self._transfer
         if self.others is not None:
             for nearest in range(min(self.budget.targets, len(self.others))):
                 yield f"collision {nearest + 1}", partial(self._collide, nearest)
         yield "square", self._square
-        yield "score from the best", self._polish
+        yield "score from the best", partial(self._polish, Apgd(step=self.ball.eps / 4))
+        yield "annealed from the best", partial(self._polish, Adamax(step=self.ball.eps / 10))
 
     def _left(self) -> Tensor:
         """The samples that have not crossed the threshold."""
@@ -259,8 +267,7 @@ class _Suite:
         )
         self._take(name, rows, found.x, found.value)
 
-    def _polish(self, name: str, rows: Tensor) -> None:
-        stepper = Apgd(step=self.ball.eps / 4)
+    def _polish(self, stepper: Stepper, name: str, rows: Tensor) -> None:
         found = self._search(name, rows, self._objective, stepper, self.budget.steps, first=self.x[rows], own_stop=True)
         self._take(name, rows, found.x, found.value)
 
@@ -272,9 +279,30 @@ class _Suite:
 
     def _follow(self, surrogate: Callable[[Tensor], Tensor], name: str, rows: Tensor) -> None:
         """A function of the logits attacked, its points ranked by the score."""
-        ranked = Ranked(self.detector, self.sign, lambda z, at: self.sign * surrogate(logits_of(z)), self.images[rows])
+        ranked = Ranked(
+            self.detector, self.sign, lambda z, at: self.sign * surrogate(self._logits(z)), self.images[rows]
+        )
         self._search(name, rows, ranked, Apgd(), self.budget.surrogate_steps)
         self._take(name, rows, ranked.x, ranked.value)
+
+    def _aim(self, rank: int, name: str, rows: Tensor) -> None:
+        """The logit of one class raised above the others, the class that the clean image ranks at this place."""
+        clean = self._logits(latents(self.detector.encode, self.images[rows], self.batch_size))
+        aimed = clean.argsort(dim=1, descending=True)[:, rank]
+
+        def away(z: Latent, at: Tensor) -> Tensor:
+            logits, chosen = self._logits(z), aimed[at].unsqueeze(1)
+            return logits.scatter(1, chosen, -torch.inf).logsumexp(dim=1) - logits.gather(1, chosen).squeeze(1)
+
+        ranked = Ranked(self.detector, self.sign, away, self.images[rows])
+        self._search(name, rows, ranked, Apgd(), self.budget.surrogate_steps)
+        self._take(name, rows, ranked.x, ranked.value)
+
+    def _logits(self, z: Latent) -> Tensor:
+        logits = logits_read(self.detector, z)
+        if logits is None:
+            raise RuntimeError(f"{type(self.detector).__name__} reads no logits")
+        return logits
 
     def _transfer(self, name: str, rows: Tensor) -> None:
         """The score of the unprocessed input attacked; what that gives is scored in full."""
@@ -332,16 +360,21 @@ SURROGATES: dict[str, Callable[[Tensor], Tensor]] = {"log-odds": log_odds, "marg
 """Functions of logits that, like a score, are higher the less sure the classifier is, and do not saturate."""
 
 
-def logits_of(z: Latent) -> Tensor:
-    """The logits that a latent holds; of several networks' the logarithm of their mean softmax."""
-    parts = leaves(z)
+def logits_read(detector: Detector, z: Latent) -> Tensor | None:
+    """The logits that a detector reads off its latent, (B, K); of several networks' the log of their mean softmax.
+
+    None where it reads none: of an ensemble's members, those that read logits count.
+    """
+    parts = [part for part in logit_parts(detector, z) if part.ndim == 2]
+    if not parts or any(part.shape != parts[0].shape for part in parts) or parts[0].shape[1] < 2:
+        return None
     return parts[0] if len(parts) == 1 else torch.stack([p.log_softmax(dim=1) for p in parts]).logsumexp(dim=0)
 
 
-def surrogates_apply(detector: Detector, image: Tensor) -> bool:
-    """Whether the detector reads logits of at least two classes."""
-    if getattr(getattr(detector, "card", None), "reads", None) != "logits":
-        return False
-    with torch.no_grad():
-        parts = leaves(detector.encode(image))
-    return all(part.ndim == 2 and part.shape == parts[0].shape and part.shape[1] > 1 for part in parts)
+def logit_parts(detector: Detector, z: Latent) -> list[Tensor]:
+    """The tensors in a latent that are logits."""
+    members = getattr(detector, "detectors", None)
+    if members is not None:
+        return [part for member, inner in zip(members, z, strict=True) for part in logit_parts(member, inner)]
+    reads = getattr(getattr(detector, "card", None), "reads", None)
+    return leaves(z) if reads == "logits" else []

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import altair as alt
 import torch
-import vl_convert
 from PIL import Image
 from torch import Tensor
 
@@ -21,6 +20,9 @@ from gatecrash.audit.run import flattened
 from gatecrash.ball import distance
 from gatecrash.encoder import Encoder
 from gatecrash.files import replacing, write_text
+
+if TYPE_CHECKING:
+    import altair as alt
 
 BLUE, RED = "#1f77b4", "#d62728"
 
@@ -105,6 +107,8 @@ def write_pictures(out: Path, index: int, images: dict[str, Tensor]) -> dict[str
 
 def mape_chart(values: list[float]) -> alt.Chart:
     """A histogram of the MAPE, in percent."""
+    import altair as alt
+
     data = alt.Data(values=[{"mape": 100 * value} for value in values])
     chart: alt.Chart = (
         alt.Chart(
@@ -118,6 +122,8 @@ def mape_chart(values: list[float]) -> alt.Chart:
 
 def latents_chart(target: Tensor, found: Tensor, mape: float) -> alt.LayerChart | alt.FacetChart:
     """The coordinates of two latents, blue dots for the inlier's and red circles for the outlier's."""
+    import altair as alt
+
     rows = [
         {"coordinate": i, "target": a, "found": b}
         for i, (a, b) in enumerate(zip(target.tolist(), found.tolist(), strict=True))
@@ -133,6 +139,8 @@ def latents_chart(target: Tensor, found: Tensor, mape: float) -> alt.LayerChart 
 
 def write_chart(path: Path, chart: alt.Chart | alt.LayerChart | alt.FacetChart) -> None:
     """A chart as a PNG file."""
+    import vl_convert
+
     png: bytes = vl_convert.vegalite_to_png(chart.to_dict(), scale=2)
     with replacing(path) as draft:
         draft.write_bytes(png)

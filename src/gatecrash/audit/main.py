@@ -21,7 +21,6 @@ from gatecrash.data import ImageSet
 from gatecrash.detectors import Detector
 from gatecrash.encoder import Encoder
 from gatecrash.images import Images
-from gatecrash.report import write_report
 
 AT_WORK = "work"
 """The folder, inside a bundle, where pieces are kept until the run is finished."""
@@ -133,6 +132,8 @@ def audit_plan(
 
 def run_job(job: Job, out: Path, *, resume: bool) -> Results:
     """Measure what the job asks for and write the bundle."""
+    from gatecrash.report import write_report  # slow to import, and needed only at the end
+
     bundle = Bundle(out)
     refuse_other_runs(bundle, resume=resume)
     manifest = manifest_of(seed=job.seed, device=job.device, networks=job.networks, sets=job.sets, attacks=job.attacks)

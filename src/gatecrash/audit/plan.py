@@ -166,10 +166,20 @@ class BallPlan(Part):
         return BALLS[self.norm](self.eps)
 
 
+SIDES: dict[str, tuple[str, ...]] = {
+    "collide": ("out",),
+    "admit": ("out", "both"),
+    "evict": ("in", "both"),
+    "softmax": ("both", "out", "in"),
+    "worst_case": ("both", "out", "in"),
+}
+"""The sides that each attack can take, the one it takes when not told first."""
+
+
 class AttackPlan(Part):
     """An attack by its registry name, and what it may do."""
 
-    name: Literal["collide", "admit", "evict", "softmax"]
+    name: Literal["collide", "admit", "evict", "softmax", "worst_case"]
     ball: BallPlan
     of: str | list[str] | None = None
     """For `collide`: "logits", "features" (the model's layer), "detector" (each detector's own encoding), or layers."""
@@ -181,6 +191,8 @@ class AttackPlan(Part):
     restarts: PositiveInt = 1
     step: Number | None = None
     schedule: ScheduleName | None = None
+    budget: Literal["quick", "standard", "thorough"] | None = None
+    """For `worst_case`, which takes no steps, step or restarts: "standard" when not given."""
 
     @model_validator(mode="before")
     @classmethod
@@ -202,20 +214,21 @@ class AttackPlan(Part):
             for key in ("of", "start", "schedule"):
                 if getattr(self, key) is not None:
                     raise ValueError(f"{key} is for collide; {self.name} does not take it")
-        natural = {
-            "collide": ("out",),
-            "admit": ("out", "both"),
-            "evict": ("in", "both"),
-            "softmax": ("out", "in", "both"),
-        }
-        if self.side is not None and self.side not in natural[self.name]:
-            raise ValueError(f"side of {self.name} must be one of {', '.join(natural[self.name])}, got {self.side!r}")
+        if self.name == "worst_case":
+            for key in ("steps", "step", "restarts"):
+                if key in self.model_fields_set and getattr(self, key) != AttackPlan.model_fields[key].default:
+                    raise ValueError(f"{key} is not for worst_case, which takes a budget: quick, standard or thorough")
+        elif self.budget is not None:
+            raise ValueError(f"budget is for worst_case; {self.name} takes steps and restarts")
+        natural = SIDES[self.name]
+        if self.side is not None and self.side not in natural:
+            raise ValueError(f"side of {self.name} must be one of {', '.join(natural)}, got {self.side!r}")
         return self
 
     @property
     def sides(self) -> tuple[Literal["out", "in"], ...]:
         """The sides that are attacked."""
-        side = self.side or {"collide": "out", "admit": "out", "evict": "in", "softmax": "both"}[self.name]
+        side = self.side or SIDES[self.name][0]
         return ("out", "in") if side == "both" else ("in",) if side == "in" else ("out",)
 
     @property
@@ -228,6 +241,8 @@ class AttackPlan(Part):
         """What it is called in tables."""
         if self.name == "collide":
             return f"collide {self.target if isinstance(self.target, str) else '+'.join(self.target)}"
+        if self.name == "worst_case":
+            return f"worst case, {self.budget or 'standard'}"
         return "admit + evict" if self.name in ("admit", "evict") and len(self.sides) == 2 else self.name
 
 

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gatecrash.attacks import admit, attack_softmax, collide, evict
+from gatecrash.attacks import admit, attack_softmax, collide, evict, worst_case
 from gatecrash.attacks.classifier import stepper_for
 from gatecrash.attacks.softmax import PIXEL
 from gatecrash.audit.job import Job, Showcase, labelled
@@ -77,6 +77,9 @@ class Measured:
 
 
 INLIERS = "inliers"
+
+OTHERS = 200
+"""Images of the other side among which `worst_case` looks for latents to collide with."""
 
 
 def measure(job: Job, work: Work) -> Measured:
@@ -205,6 +208,16 @@ def run_score_attack(job: Job, piece: Piece, start: Tensor, seed: int) -> Found:
             restarts=attack.restarts,
             generator=seed,
         )
+    if attack.name == "worst_case":
+        return worst_case(
+            job.detectors[piece.detector],
+            start,
+            ball,
+            "in" if piece.side == "in" else "out",
+            attack.budget or "standard",
+            others=other_side(job, piece).to(job.device),
+            generator=seed,
+        )
     push = evict if piece.side == "in" else admit
     stepper = None if attack.step is None else stepper_for(ball, attack.step)
     return push(
@@ -216,6 +229,14 @@ def run_score_attack(job: Job, piece: Piece, start: Tensor, seed: int) -> Found:
         restarts=attack.restarts,
         generator=seed,
     )
+
+
+def other_side(job: Job, piece: Piece) -> Tensor:
+    """Up to `OTHERS` images of the side that the attacked ones are to be taken for."""
+    if piece.side == "out":
+        return job.inliers.x[:OTHERS]
+    each = -(-OTHERS // len(job.outliers))
+    return torch.cat([images.x[:each] for images in job.outliers.values()])
 
 
 def encoder_for(job: Job, target: str | list[str]) -> Encoder:

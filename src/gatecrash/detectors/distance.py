@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, Literal, Self
 
 import torch
-from sklearn.linear_model import LogisticRegression
 from torch import Tensor, nn
 
 from gatecrash.detectors.base import Card, Detector, Stateful, register
@@ -218,6 +217,8 @@ def squared_distances(z: Tensor, means: Tensor) -> Tensor:
 
 def logistic(inside: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
     """Weights (L,) and bias of the logistic regression between the distances (N, L) of inliers and outliers."""
+    from sklearn.linear_model import LogisticRegression  # slow to import, and needed only here
+
     distances = torch.cat([inside, outside]).double().cpu()
     centre, scale = distances.mean(dim=0), distances.std(dim=0).clamp_min(1e-12)
     is_outlier = [0] * len(inside) + [1] * len(outside)

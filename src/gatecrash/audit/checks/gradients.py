@@ -1,0 +1,267 @@
+"""Checks of the path from pixels to score: does a gradient flow, is it the score's, is the score one number?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gatecrash.attacks.score import scores
+from gatecrash.audit.checks.evidence import SIDES, Evidence, Standing, aims_at_score, score_of
+from gatecrash.audit.checks.registry import Finding, check, per_detector
+from gatecrash.ball import normalised
+from gatecrash.detectors import Detector
+from gatecrash.objective import Entropy, LowerScore
+from gatecrash.protocols import Objective
+from gatecrash.search import generator_for, search
+
+FEW = 0.05
+"""The share of images that may have no gradient, or a wrong one, before the check fails."""
+
+WRONG = 0.05
+"""The relative difference from finite differences at which a gradient counts as wrong."""
+
+PROBED = 16
+"""Images whose gradient is compared with finite differences."""
+
+FOLLOWED = 4
+"""Images whose trajectory is followed."""
+
+TRAJECTORY = 8
+"""Steps of that trajectory at most."""
+
+FOLLOWS = 0.9
+"""The rank correlation with the objective from which the score counts as attacked."""
+
+DRIFT = 0.01
+"""The change of a score, in standard deviations of the clean ones, that comes from too little precision."""
+
+
+def gradient_price(evidence: Evidence) -> int:
+    """One gradient of every image, and of some a second one, their score and four more for two differences."""
+    return sum(evidence.passes.values()) * (evidence.count + 1 + 6 * min(PROBED, evidence.count))
+
+
+@check("gradient_flows", price=gradient_price)
+def gradient_flows(evidence: Evidence) -> Finding:
+    """Every image has a gradient, and it is what finite differences give."""
+
+    def look(title: str) -> Finding:
+        detector = evidence.detector(title)
+        # A difference to either side of a pixel must stay inside the box.
+        x = torch.cat([evidence.inliers, evidence.outliers]).clamp(1e-3, 1 - 1e-3)
+        gradient = gradient_at(detector, x, evidence.job.batch_size)
+        if gradient is None:
+            return Finding("fail", f"{title}: no gradient reaches the pixels; look for detach(), no_grad() or numpy")
+        flat = gradient.flatten(1)
+        share = float((~flat.isfinite().all(dim=1) | (flat == 0).all(dim=1)).double().mean())
+        words = f"{title}: {share:.0%} of {len(x)} images have no gradient"
+        if share > FEW:
+            return Finding("fail", f"{words} (a saturated or constant score)")
+        if getattr(detector, "draws", None) is not None:
+            return Finding("pass", f"{words}; averaged over draws, it was not compared with differences", share)
+        rows = torch.linspace(0, len(x) - 1, min(PROBED, len(x))).round().long().to(x.device)
+        wrong, double = mismatches(detector, x[rows], evidence.job.seed)
+        wrong_share = float(wrong.double().mean())
+        precision = "float64" if double else "float32"
+        words += f", and {wrong_share:.0%} of {len(rows)} have one that finite differences in {precision} contradict"
+        if wrong_share > FEW:
+            omitted = detector.card.gradient == "omitted" or not double
+            return Finding("warn" if omitted else "fail", f"{words} (part of the score is detached)")
+        return Finding("warn" if share > 0 else "pass", words, share + wrong_share)
+
+    return per_detector(evidence, look)
+
+
+@check("score_is_attacked", price=lambda e: sum(e.passes.values()) * 2 * FOLLOWED * (TRAJECTORY + 1), attack="own")
+def score_is_attacked(evidence: Evidence) -> Finding:
+    """Along the attack's trajectory the deployed score follows the objective, and an attack on the score is there."""
+    on_score = any(aims_at_score(attack) for attack in evidence.job.attacks)
+    by_softmax = not on_score and any(attack.name == "softmax" for attack in evidence.job.attacks)
+
+    def look(title: str) -> Finding:
+        detector = evidence.detector(title)
+        objective: Objective = Entropy(evidence.job.encoder) if by_softmax else LowerScore(detector)
+        effort = evidence.effort(title)
+        recorded = Recorded(objective)
+        few = evidence.outliers[: min(FOLLOWED, evidence.job.batch_size)]
+        steps = min(effort.steps, TRAJECTORY)
+        search(recorded, few, effort.ball, stepper=effort.stepper, steps=steps, generator=evidence.job.seed)
+        deployed = torch.stack([scores(detector, x, None) for x in recorded.points])
+        follows = rank_correlations(torch.stack(recorded.values), deployed)
+        if len(follows) == 0:
+            return Finding("warn", f"{title}: the objective did not move in {steps} steps, so nothing could follow it")
+        middle = float(follows.median())
+        aim = "the softmax's entropy" if by_softmax else "its score"
+        words = (
+            f"{title}: the median rank correlation of what is attacked, {aim}, and its deployed score is {middle:.3f}"
+        )
+        if middle < FOLLOWS:
+            return Finding("fail", f"{words} over {len(follows)} trajectories; another thing is attacked than deployed")
+        if not on_score:
+            return Finding("warn", f"{words}, but no attack of the plan is on the score itself; add admit, side: both")
+        return Finding("pass", f"{words} over {len(follows)} trajectories", -middle)
+
+    return per_detector(evidence, look)
+
+
+@check("deterministic", price=lambda evidence: 2 * evidence.count * sum(evidence.passes.values()))
+def deterministic(evidence: Evidence) -> Finding:
+    """The same image has the same score, or gradients are averaged over draws."""
+
+    def look(title: str) -> Finding:
+        detector = evidence.detector(title)
+        x = torch.cat([evidence.inliers, evidence.outliers])
+        draws = getattr(detector, "draws", None)
+        if draws is not None:
+            return Finding("pass", f"{title}: scores and gradients are averaged over {draws} draws")
+        first, second = (scores(detector, x, evidence.job.batch_size) for _ in range(2))
+        apart = float(((first - second).abs() / first.abs().clamp_min(1)).max())
+        if apart > 1e-6:
+            return Finding(
+                "fail",
+                f"{title}: the same image scores differently twice, by up to {apart:.2g}; its gradients must be "
+                "averaged over draws: Expected(detector, draws=16)",
+            )
+        return Finding("pass", f"{title}: {len(x)} images scored twice differ by {apart:.2g}", apart)
+
+    return per_detector(evidence, look)
+
+
+@check("precision_drift", price=lambda e: (e.count + 1) * sum(e.passes.values()), attack="shared")
+def precision_drift(evidence: Evidence) -> Finding:
+    """What the attack returned has the same score in float64."""
+
+    def look(title: str) -> Finding:
+        searched = Standing(*(score_of(evidence.found(title, side)) for side in SIDES))
+        inliers, outliers = (evidence.found(title, side).x for side in SIDES)
+        exact, double = exactly(evidence.detector(title), inliers, outliers, evidence.job.batch_size)
+        clean = torch.cat([evidence.measured.clean[key] for key in evidence.measured.clean if key[0] == title]).double()
+        spread = float(clean.std().clamp_min(torch.finfo(torch.float32).tiny))
+        drift = torch.cat([(searched.scores(side).double() - exact.scores(side)).abs() for side in SIDES]) / spread
+        far, gap = float(drift.quantile(0.95)), abs(searched.auroc - exact.auroc)
+        words = (
+            f"{title}: scored again in {'float64' if double else 'float32, without autocast'}, the attacked AUROC is "
+            f"{exact.auroc:.3f} instead of {searched.auroc:.3f}, and 95 % of scores move by less than {far:.2g} of the "
+            "clean scores' spread"
+        )
+        bad = far > DRIFT or gap > searched.tolerance
+        return Finding("fail" if bad else "pass" if double else "warn", words, far)
+
+    return per_detector(evidence, look)
+
+
+def gradient_at(detector: Detector, x: Tensor, batch_size: int) -> Tensor | None:
+    """The gradient of the score at every image, or None where none reaches the pixels."""
+    parts = []
+    for batch in x.split(batch_size):
+        with torch.enable_grad():
+            leaf = batch.detach().requires_grad_()
+            value = detector.judge(detector.encode(leaf)).sum()
+            gradient = torch.autograd.grad(value, leaf, allow_unused=True)[0] if value.requires_grad else None
+        if gradient is None:
+            return None
+        parts.append(gradient)
+    return torch.cat(parts)
+
+
+def mismatches(detector: Detector, x: Tensor, seed: int) -> tuple[Tensor, bool]:
+    """The images, (B,), whose gradient differs from central differences, and whether these were taken in float64.
+
+    Along the gradient, where a wrong one shows most, and along a random direction, where a missing part shows.
+    """
+    judge, points, double = in_double(detector, x)
+    step = 1e-5 if double else 3e-3
+
+    def value(at: Tensor) -> Tensor:
+        with repeatable(seed, at.device), torch.no_grad():
+            return judge.judge(judge.encode(at))
+
+    with repeatable(seed, points.device):
+        gradient = gradient_at(judge, points, len(points))
+    if gradient is None:
+        return torch.ones(len(x), dtype=torch.bool), double
+    source = generator_for(seed, points.device)
+    signs = torch.randint(2, points.shape, generator=source, device=points.device).to(points) * 2 - 1
+    wrong = torch.zeros(len(x), dtype=torch.bool, device=points.device)
+    # What rounding of the score alone makes of a difference.
+    noise = 100 * torch.finfo(points.dtype).eps * value(points).abs() / step
+    for direction in (normalised(gradient), normalised(signs)):
+        expected = (gradient * direction).flatten(1).sum(dim=1)
+        measured = (value(points + step * direction) - value(points - step * direction)) / (2 * step)
+        size = torch.maximum(expected.abs(), measured.abs())
+        wrong |= (expected - measured).abs() > WRONG * size + noise
+    return wrong, double
+
+
+def exactly(detector: Detector, inliers: Tensor, outliers: Tensor, batch_size: int) -> tuple[Standing, bool]:
+    """The scores of inliers and outliers in float64 where the detector can do that, else in float32."""
+    with torch.autocast(inliers.device.type, enabled=False):
+        judge, x, double = in_double(detector, torch.cat([inliers, outliers]))
+        exact = scores(judge, x, batch_size).to(inliers.device).double()
+    return Standing(exact[: len(inliers)], exact[len(inliers) :]), double
+
+
+class Exact(NamedTuple):
+    """A detector with images in the same precision."""
+
+    detector: Detector
+    x: Tensor
+    double: bool
+
+
+def in_double(detector: Detector, x: Tensor) -> Exact:
+    """A copy of the detector in float64 with the images likewise; both as they are where that does not run."""
+    device = torch.device("cpu") if x.device.type == "mps" else x.device
+    try:
+        copy = deepcopy(detector).to(device).double().eval()
+        with torch.no_grad():
+            copy(x[:1].to(device).double())
+    except (RuntimeError, TypeError, ValueError):
+        return Exact(detector, x, False)
+    return Exact(copy, x.to(device).double(), True)
+
+
+@contextmanager
+def repeatable(seed: int, device: torch.device) -> Iterator[None]:
+    """The same global random numbers every time, put back afterwards, so that a random score has differences."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
+
+
+class Recorded:
+    """An objective that keeps the points it was evaluated at, and its values there."""
+
+    def __init__(self, objective: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self.objective = objective
+        self.points: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    def __call__(self, x: Tensor, rows: Tensor) -> Tensor:
+        """The objective's value, (B,)."""
+        value = self.objective(x, rows)
+        self.points.append(x.detach())
+        self.values.append(value.detach())
+        return value
+
+
+def rank_correlations(objective: Tensor, score: Tensor) -> Tensor:
+    """Spearman's correlation over the steps (T, B), for every image whose objective moved."""
+    moved = (objective != objective[0]).any(dim=0)
+    first, second = (centred_ranks(values[:, moved]) for values in (objective, score))
+    length = first.norm(dim=0) * second.norm(dim=0)
+    correlations: Tensor = (first * second).sum(dim=0) / length.clamp_min(1e-12)
+    return correlations
+
+
+def centred_ranks(values: Tensor) -> Tensor:
+    """The ranks along the first dimension less their mean, ties at their mean rank."""
+    below = (values[None] < values[:, None]).sum(dim=1)
+    ties = (values[None] == values[:, None]).sum(dim=1)
+    ranks = below + (ties + 1) / 2
+    return (ranks - ranks.mean(dim=0)).double()

@@ -1,0 +1,197 @@
+"""The smallest perturbation across a threshold, on scores whose distance to it is known."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from gatecrash import L2, Ball, Linf, admit
+from gatecrash.attacks.minimal import Minimal, minimal
+from gatecrash.attacks.radii import Radii
+from gatecrash.ball import BALLS
+from gatecrash.detectors import Energy, Mahalanobis
+from small_models import blank, one_thread, squares, trained_net  # noqa: F401
+
+SHAPE = (3, 8, 8)
+CENTRE = torch.full((4, *SHAPE), 0.5)
+
+
+class LinearScore:
+    """τ = w·x, summed so that an image's score does not depend on how many others there are."""
+
+    def __init__(self, weights: Tensor) -> None:
+        self.weights = weights
+
+    def encode(self, x: Tensor) -> Tensor:
+        return x.flatten(1)
+
+    def judge(self, z: Tensor) -> Tensor:
+        return (z * self.weights.flatten()).sum(dim=1)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.judge(self.encode(x))
+
+
+def linear(dtype: torch.dtype = torch.float32) -> LinearScore:
+    return LinearScore(torch.randn(SHAPE, generator=torch.Generator().manual_seed(3)).to(dtype))
+
+
+def images(count: int, low: float, high: float, dtype: torch.dtype = torch.float32) -> Tensor:
+    return low + (high - low) * torch.rand(count, *SHAPE, generator=torch.Generator().manual_seed(7)).to(dtype)
+
+
+def dual_norm(weights: Tensor, norm: str) -> Tensor:
+    return weights.abs().sum() if norm == "linf" else weights.norm()
+
+
+@pytest.mark.parametrize("norm", ["l2", "linf"])
+@pytest.mark.parametrize(("side", "sign"), [("out", 1), ("in", -1)])
+@pytest.mark.parametrize("gap", [1e-3, 0.1, 3.0])
+def test_a_linear_score_is_crossed_at_its_exact_distance(norm: str, side: str, sign: int, gap: float) -> None:
+    score, x = linear(torch.float64), images(6, 0.4, 0.6, torch.float64)
+    gaps = gap * torch.linspace(1, 2, 6)
+    clean = score(x)
+    for i in range(6):  # every sample has a gap of its own to one threshold: shift the images along w
+        x[i] += (sign * gaps[i] - clean[i]) * score.weights / score.weights.square().sum()
+    found = minimal(score, x, norm, 0.0, side=side)  # type: ignore[arg-type]
+    exact = score(x).abs() / dual_norm(score.weights, norm)
+    assert found.success.all()
+    assert (found.distance <= 1.01 * exact).all() and (found.distance >= 0.999 * exact).all()
+    assert (sign * score(found.x) <= 0).all()
+    torch.testing.assert_close(BALLS[norm](1.0).distance(found.x, x), found.distance)
+
+
+@pytest.mark.parametrize(("norm", "gap"), [("linf", 20.0), ("l2", 20.0), ("linf", 40.0), ("l2", 40.0)])
+def test_beside_the_walls_of_the_box_the_distance_is_still_found(norm: str, gap: float) -> None:
+    """With half of the pixels at 0 the least perturbation is −min(t·|w|, room) for L2, −min(t, room) for L∞."""
+    score, x = linear(), CENTRE.clone()
+    x[:, :, :4] = 0.0
+    weights = score.weights.double()
+    room = torch.where(weights > 0, x[0].double(), 1 - x[0].double())
+    low, high = 0.0, 10.0
+    for _ in range(100):
+        t = (low + high) / 2
+        step = torch.minimum(t * weights.abs() if norm == "l2" else torch.full_like(weights, t), room)
+        low, high = (t, high) if (step * weights.abs()).sum() < gap else (low, t)
+    exact = step.norm() if norm == "l2" else step.amax()
+    found = minimal(score, x, norm, float(score(x)[0]) - gap)  # type: ignore[arg-type]
+    torch.testing.assert_close(found.distance.double(), exact.expand(4), rtol=0.01, atol=0)
+    assert (found.x >= 0).all() and (found.x <= 1).all()
+
+
+def test_where_no_image_of_the_box_crosses_the_distance_is_infinite() -> None:
+    score, x = linear(), images(5, 0.0, 1.0)
+    lowest = float(score.weights.clamp_max(0).sum())
+    never = minimal(score, x, "l2", lowest - 0.1)
+    assert not never.success.any() and never.distance.isinf().all() and math.isinf(never.median)
+    torch.testing.assert_close(score(never.x), torch.full((5,), lowest), rtol=0, atol=0.1)
+    just = minimal(score, x, "linf", lowest + 1e-3)
+    assert just.success.all()
+    corner = (score.weights < 0).float()
+    torch.testing.assert_close(just.distance, (x - corner).abs().flatten(1).amax(dim=1), rtol=0.01, atol=0)
+
+
+def test_images_across_the_threshold_stay_where_they_are() -> None:
+    score, x = linear(), images(6, 0.2, 0.8)
+    middle = score(x).sort().values[2]
+    out, inside = (minimal(score, x, "l2", middle, side=side) for side in ("out", "in"))  # type: ignore[arg-type]
+    clean = score(x)
+    assert torch.equal(out.distance == 0, clean <= middle)  # predict accepts a score at the threshold
+    assert torch.equal(inside.distance == 0, clean > middle)
+    assert torch.equal(out.x[clean <= middle], x[clean <= middle])
+    assert (out.evaluations[clean <= middle] == 1).all()
+    assert inside.success.all() and (score(inside.x) > middle).all()
+
+
+class Ring:
+    """τ = |‖x − ½‖ − r|: rises to r at the centre, falls to 0 on a sphere, and rises again; curved everywhere."""
+
+    def __init__(self, radius: float) -> None:
+        self.radius = radius
+
+    def encode(self, x: Tensor) -> Tensor:
+        return (x - 0.5).flatten(1)
+
+    def judge(self, z: Tensor) -> Tensor:
+        return (z.square().sum(dim=1).add(1e-12).sqrt() - self.radius).abs()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.judge(self.encode(x))
+
+
+def test_the_distance_to_a_sphere_from_both_sides() -> None:
+    offset = torch.randn(4, *SHAPE, generator=torch.Generator().manual_seed(1))
+    lengths = torch.tensor([0.2, 0.6, 1.4, 2.0])
+    x = 0.5 + offset * (lengths / offset.flatten(1).norm(dim=1)).view(-1, 1, 1, 1)
+    found = minimal(Ring(1.0), x, "l2", 0.1)
+    torch.testing.assert_close(found.distance, (lengths - 1).abs() - 0.1, rtol=0.01, atol=0)
+
+
+def test_no_stronger_search_crosses_well_inside_the_distance() -> None:
+    detector = Mahalanobis(trained_net(), layers="hidden").fit(squares(60)).calibrate(squares(30, 5)[0])
+    outliers = blank(6)
+    assert detector.threshold is not None
+    found = minimal(detector, outliers, "linf", detector.threshold)
+    assert found.success.all() and not detector.predict(found.x).any()
+    for i in range(6):
+        smaller = Linf(0.97 * float(found.distance[i]))
+        best = admit(detector, outliers[i : i + 1], smaller, steps=100, restarts=2, stop=detector.threshold)
+        assert not best.success
+
+
+def test_a_batch_gives_the_same_as_its_parts() -> None:
+    detector, x = Energy(trained_net()), blank(7)
+    threshold = float(detector.scores(squares(30)[0]).max())
+    whole = minimal(detector, x, "l2", threshold)
+    parts = minimal(detector, x, "l2", threshold, batch_size=3)
+    torch.testing.assert_close(whole.distance, parts.distance, rtol=1e-3, atol=1e-6)
+    assert len({round(float(distance), 4) for distance in whole.distance}) == 7
+
+
+def test_quantiles_count_the_samples_that_never_cross() -> None:
+    distance = torch.tensor([0.3, torch.inf, 0.1, 0.2, torch.inf])
+    found = Minimal(CENTRE, CENTRE, distance, torch.ones(5))
+    assert found.median == pytest.approx(0.3)
+    assert found.quantiles((0.2, 0.4, 0.6, 0.8)) == pytest.approx({0.2: 0.1, 0.4: 0.2, 0.6: 0.3, 0.8: math.inf})
+    assert found.success.tolist() == [True, False, True, True, False]
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.sampled_from([L2, Linf]), st.sampled_from([None, (0.0, 1.0)]), st.integers(0, 1000))
+def test_balls_with_a_radius_each_are_the_single_balls_side_by_side(
+    kind: type[Ball], box: tuple[float, float] | None, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    centre, uniform = (torch.rand(5, 1, 3, 3, generator=generator, dtype=torch.float64) for _ in range(2))
+    x = centre + torch.randn(5, 1, 3, 3, generator=generator, dtype=torch.float64)
+    radius = 0.01 + torch.rand(5, generator=generator, dtype=torch.float64)
+    balls = Radii(kind, radius, box)
+    for i in range(5):
+        single, one = kind(float(radius[i]), box), slice(i, i + 1)
+        torch.testing.assert_close(balls.project(x, centre)[one], single.project(x[one], centre[one]))
+        torch.testing.assert_close(
+            balls.random_start(centre, uniform)[one], single.random_start(centre[one], uniform[one])
+        )
+        torch.testing.assert_close(balls.distance(x, centre)[one] * radius[one], single.distance(x[one], centre[one]))
+        torch.testing.assert_close(balls.direction(x)[one] / radius[i], single.direction(x[one]))
+    assert balls.contains(balls.project(x, centre), centre).all()
+
+
+def test_bad_input_is_refused() -> None:
+    score = linear()
+    with pytest.raises(ValueError, match="side must be 'out' or 'in', got 'both'"):
+        minimal(score, CENTRE, "l2", 0.0, side="both")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="unknown norm 'l1'"):
+        minimal(score, CENTRE, "l1", 0.0)  # type: ignore[arg-type]
+    for threshold in (None, torch.zeros(4)):
+        with pytest.raises(ValueError, match="threshold must be one number, got"):
+            minimal(score, CENTRE, "l2", threshold)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="rounds must be at least 1, got 0"):
+        minimal(score, CENTRE, "l2", 0.0, rounds=0)
+    with pytest.raises(ValueError, match=r"tolerance must lie in \(0, 1\), got 1"):
+        minimal(score, CENTRE, "l2", 0.0, tolerance=1.0)
+    with pytest.raises(ValueError, match="Mahalanobis is not fitted"):
+        minimal(Mahalanobis(nn.Flatten()), CENTRE, "l2", 0.0)
