@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: env test lint types pytest
+.PHONY: env demo test lint types pytest
 
 env: .venv/ready
 
@@ -11,6 +11,11 @@ env: .venv/ready
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	touch $@
+
+# A detector audited and broken, on embedded data; runs/demo/report.html shows it.
+demo: env
+	rm -rf runs/demo
+	$(BIN)/gatecrash demo --out runs/demo
 
 test: lint types pytest
 

@@ -10,7 +10,25 @@ True
 """
 
 from gatecrash import detectors, metrics, networks
-from gatecrash.attacks import admit, attack_softmax, bim, collide, evict, fgsm, pgd, score_to, worst_case
+from gatecrash.attacks import (
+    Expected,
+    admit,
+    attack_mahalanobis,
+    attack_softmax,
+    bim,
+    collide,
+    evict,
+    fgsm,
+    minimal,
+    nullspace,
+    perturbation_curve,
+    pgd,
+    purify,
+    score_to,
+    to_8bit,
+    worst_case,
+)
+from gatecrash.audit import audit, audit_plan
 from gatecrash.ball import L2, Ball, Linf
 from gatecrash.encoder import Encoder
 from gatecrash.found import Found
@@ -24,6 +42,7 @@ __all__ = [
     "Apgd",
     "Ball",
     "Encoder",
+    "Expected",
     "Found",
     "L2",
     "Langevin",
@@ -32,16 +51,24 @@ __all__ = [
     "Sign",
     "__version__",
     "admit",
+    "attack_mahalanobis",
     "attack_softmax",
+    "audit",
+    "audit_plan",
     "bim",
     "collide",
     "detectors",
     "evict",
     "fgsm",
     "metrics",
+    "minimal",
     "networks",
+    "nullspace",
+    "perturbation_curve",
     "pgd",
+    "purify",
     "score_to",
     "search",
+    "to_8bit",
     "worst_case",
 ]

@@ -6,9 +6,8 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
-import click
 import typer
 from pydantic import ValidationError
 from rich.console import Console
@@ -41,6 +40,9 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+UsageMistake: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+"""What the parser raises; typer brings a copy of click along, or uses the installed one, depending on its version."""
+
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
 Trust = Annotated[bool, typer.Option("--trust", help="Let a model named module:function run its code.")]
@@ -52,11 +54,9 @@ def main() -> None:
     """Run a command; a user's mistake is one line on standard error and exit code 2."""
     try:
         status = app(standalone_mode=False)
-    except click.exceptions.NoArgsIsHelpError as error:
-        print_line(error.format_message())
-        status = 2
-    except click.ClickException as error:
-        print_line(f"gatecrash: {error.format_message()}", sys.stderr)
+    except UsageMistake as error:
+        text = cast(Any, error).format_message()
+        print_line(text if "\n" in text else f"gatecrash: {text}", sys.stderr)
         status = 2
     except ValueError as error:
         print_line(f"gatecrash: {' '.join(str(error).split())}", sys.stderr)
@@ -65,7 +65,7 @@ def main() -> None:
         where = f" ({error.filename})" if error.filename else ""
         print_line(f"gatecrash: {error.strerror or error}{where}", sys.stderr)
         status = 2
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         print_line("gatecrash: interrupted; what was finished is kept, and --resume goes on from there", sys.stderr)
         status = 130
     sys.exit(status or 0)

@@ -10,8 +10,8 @@ from gatecrash.audit.manifest import pick_device
 from gatecrash.audit.plan import Plan, parse_plan
 from gatecrash.bundle import Bundle, Results
 from gatecrash.data import load_source
-from gatecrash.networks import NETWORKS, save_weights
-from gatecrash.training import train_classifier
+from gatecrash.networks import NETWORKS, PRETRAINED, save_weights
+from gatecrash.training import seeded, train_classifier
 
 EXAMPLES = ("demo", "imagenet", "timm_vit")
 
@@ -55,7 +55,8 @@ def run_demo(
 
 def train_network(plan: Plan, weights: Path, seed: int, device: str) -> None:
     """Train the plan's network on its own fit images and save it."""
-    model = NETWORKS[plan.model.name.partition(":")[2]](**plan.model.options)
+    with seeded(seed):
+        model = NETWORKS[plan.model.name.partition(":")[2]](**plan.model.options)
     source = plan.data.fit
     if source is None:
         raise ValueError("the plan has no data.fit to train on")
@@ -66,10 +67,10 @@ def train_network(plan: Plan, weights: Path, seed: int, device: str) -> None:
         model,
         images.x,
         images.y,
-        epochs=12,
+        epochs=PRETRAINED["fashion_small_cnn"].epochs,
         seed=seed,
-        mean=plan.model.mean or [0.0],
-        std=plan.model.std or [1.0],
+        mean=plan.model.mean,
+        std=plan.model.std,
         device=pick_device(device),
     )
     save_weights(model, weights)

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from gatecrash.audit.plan import ModelPlan
-from gatecrash.networks import NETWORKS, load_weights, pretrained_path
+from gatecrash.networks import NETWORKS, PRETRAINED, load_weights
 from gatecrash.registry import Registry, unknown
 
 Maker = Callable[[str, ModelPlan], nn.Module]
@@ -80,7 +80,12 @@ def _timm(name: str, plan: ModelPlan) -> nn.Module:
 @MAKERS.register("builtin")
 def _builtin(name: str, plan: ModelPlan) -> nn.Module:
     model = made(plan, lambda: NETWORKS[name](**plan.options))
-    return load_weights(model, pretrained_path(name)) if plan.weights == "default" else model
+    if plan.weights != "default":
+        return model
+    shipped = [PRETRAINED[key] for key in PRETRAINED if PRETRAINED[key].network == name]
+    if not shipped:
+        raise ValueError(f"the package carries no weights for {plan.name}; give a .safetensors or .pth file")
+    return load_weights(model, shipped[0].path)
 
 
 def call_function(module: str, function: str, plan: ModelPlan, *, trust: bool) -> nn.Module:

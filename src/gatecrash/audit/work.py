@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -30,7 +31,8 @@ class Work:
         path = self.path(key)
         payload = self._saved(path)
         if payload is None:
-            payload = {name: tensor.detach().cpu().contiguous() for name, tensor in compute(self.seed_of(key)).items()}
+            computed = compute(self.seed_of(key))
+            payload = {name: own_copy(tensor) for name, tensor in computed.items()}
             with replacing(path) as draft:
                 save_file(payload, draft, metadata={"key": key})
         if self.bar is not None:
@@ -55,3 +57,8 @@ class Work:
             return load_file(path) if path.is_file() else None
         except SafetensorError:  # a damaged piece is done again
             return None
+
+
+def own_copy(tensor: Tensor) -> Tensor:
+    """The tensor on the CPU in memory of its own, which the file format asks for."""
+    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)

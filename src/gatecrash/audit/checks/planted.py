@@ -67,7 +67,7 @@ def planted(evidence: Evidence) -> Finding:
         share, chance = float(found.success.double().mean()), trap.chance(start, effort.ball, seed + 2, batch)
         words = (
             f"{title}: the attack finds the inlier score that was planted in the ball for {share:.0%} of {len(start)} "
-            f"images, {FRESH} random points for {chance:.0%} (fitted against {counted(trap.others, 'other point')} each)"
+            f"images, {FRESH} random points for {chance:.0%} (fitted against {counted(trap.others, 'other')} each)"
         )
         if share < FOUND:
             return Finding("fail", words)
@@ -92,7 +92,7 @@ def some_images(evidence: Evidence, count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Trap:
-    """A linear readout of every image's latent: −1, an inlier, at the planted point and 1 at others around the start."""
+    """A linear readout of every image's latent: −1, an inlier, at the planted point and 1 at others near the start."""
 
     encode: Encoder
     rows: Tensor

@@ -1,0 +1,252 @@
+"""The attack suite on real networks and images: the numbers of docs/results/attacks.md.
+
+    python benchmarks/attacks.py DATA OUT --parts two_sided,collisions,curves,minimal [--count 500]
+
+DATA holds cifar10_train.npz, cifar10_test.npz, gtsrb_test.npz and tiny.npz (x uint8 N×H×W×3, y) at 32×32, and
+densenet_bc.safetensors and resnet20.safetensors. OUT gets one JSON file per part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import gatecrash as gate
+from gatecrash.attacks.curve import perturbation_curve
+from gatecrash.attacks.minimal import minimal
+from gatecrash.metrics import auroc
+from gatecrash.networks import DenseNetBC, ResNetCifar, load_weights
+
+CIFAR = {"mean": (0.4914, 0.4822, 0.4465), "std": (0.2023, 0.1994, 0.2010)}
+IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+PIXEL = 1 / 255
+
+
+class Setting:
+    """Networks, images and detectors, fitted."""
+
+    def __init__(self, data: Path, count: int, fit: int, device: str, compiled: bool) -> None:
+        self.device = device
+        self.train = read(data / "cifar10_train.npz", fit, device)
+        self.inliers = read(data / "cifar10_test.npz", count, device)[0]
+        self.outliers = {name: read(data / f"{name}.npz", count, device)[0] for name in ("gtsrb_test", "tiny")}
+        densenet = load_weights(DenseNetBC(), data / "densenet_bc.safetensors").to(device).eval()
+        resnet = load_weights(ResNetCifar(20), data / "resnet20.safetensors").to(device).eval()
+        speed = torch.compile if compiled else (lambda module: module)
+        self.logits = gate.Encoder(speed(densenet), **CIFAR)
+        self.features = gate.Encoder(speed(Trunk(densenet)), **CIFAR)
+        self.resnet_features = gate.Encoder(speed(Trunk(resnet)), **IMAGENET)
+        kinds = gate.detectors
+        self.detectors = {
+            "msp": kinds.MSP(self.logits),
+            "energy": kinds.Energy(self.logits),
+            "mahalanobis": kinds.Mahalanobis(self.features).fit(self.train),
+            "rmd": kinds.RelativeMahalanobis(self.features).fit(self.train),
+            "odin": kinds.ODIN(self.logits, temperature=1000.0, magnitude=0.0014),
+        }
+        second = {
+            "mahalanobis": kinds.Mahalanobis(self.resnet_features).fit(self.train),
+            "rmd": kinds.RelativeMahalanobis(self.resnet_features).fit(self.train),
+        }
+        self.ensembles = {
+            f"{name}, two networks": kinds.ScoreEnsemble([self.detectors[name], other])
+            for name, other in second.items()
+        }
+
+
+class Trunk(nn.Module):
+    """A network up to its pooled features."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.head = next(name for name in ("fc", "linear") if hasattr(model, name))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The features (B, D): the network with its head replaced by the identity."""
+        head = getattr(self.model, self.head)
+        try:
+            setattr(self.model, self.head, nn.Identity())
+            features: Tensor = self.model(x)
+        finally:
+            setattr(self.model, self.head, head)
+        return features
+
+
+def read(path: Path, count: int, device: str) -> tuple[Tensor, Tensor]:
+    """The first images of a file, in [0, 1], with their labels."""
+    content = np.load(path)
+    x = torch.from_numpy(content["x"][:count]).permute(0, 3, 1, 2).float() / 255
+    return x.contiguous().to(device), torch.from_numpy(content["y"][:count]).long().to(device)
+
+
+def two_sided(setting: Setting, steps: int = 10) -> dict[str, Any]:
+    """L∞ 1/255 on both sides: Chen et al.'s attack, the score's own, and the suite."""
+    ball, table = gate.Linf(PIXEL), []
+    for name, detector in setting.detectors.items():
+        began = time.monotonic()
+        clean_in = detector.scores(setting.inliers, 500)
+        clean_out = {key: detector.scores(x, 500) for key, x in setting.outliers.items()}
+        everything = torch.cat([x[:100] for x in setting.outliers.values()])
+        attacked: dict[str, dict[str, Tensor]] = {}
+        for side, sets in (("in", {"in": setting.inliers}), ("out", setting.outliers)):
+            for key, x in sets.items():
+                others = everything if side == "in" else setting.inliers[:200]
+                softmax = gate.attack_softmax(setting.logits, x, ball, side=side, steps=steps)
+                push = gate.evict if side == "in" else gate.admit
+                suite = gate.worst_case(detector, x, ball, side, "standard", others=others)
+                attacked[key] = {
+                    "softmax": detector.scores(softmax.x, 500),
+                    "score": detector.scores(push(detector, x, ball, steps=steps).x, 500),
+                    "worst case": detector.scores(suite.x, 500),
+                }
+                table.append(
+                    {"winners": dict(Counter(suite.winner)), "detector": name, "set": key, "spent": suite.spent}
+                )
+        for key, out in clean_out.items():
+            table.append(
+                {
+                    "detector": name,
+                    "outliers": key,
+                    "clean": auroc(clean_in, out),
+                    **{f"{how}, out": auroc(clean_in, attacked[key][how]) for how in attacked[key]},
+                    **{f"{how}, in": auroc(attacked["in"][how], out) for how in attacked[key]},
+                    **{how: auroc(attacked["in"][how], attacked[key][how]) for how in attacked[key]},
+                    "seconds": time.monotonic() - began,
+                }
+            )
+            print(json.dumps(table[-1]), flush=True)
+    return {"rows": table}
+
+
+def collisions(setting: Setting, steps: int = 100, eps: float = 10.0) -> dict[str, Any]:
+    """Noise made to collide with inliers in the logits of ODIN's preprocessed input, for each of sixteen settings."""
+    table = []
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.rand(setting.inliers.shape, generator=generator).to(setting.device)
+    apart = (noise - setting.inliers).flatten(1).norm(dim=1)
+    for temperature in (1.0, 10.0, 100.0, 1000.0):
+        for magnitude in (0.0, 0.001, 0.002, 0.004):
+            detector = gate.detectors.ODIN(setting.logits, temperature=temperature, magnitude=magnitude)
+            found = gate.collide(detector.encode, noise, setting.inliers, gate.L2(eps), steps=steps)
+            inside, clean, after = (detector.scores(x, 500) for x in (setting.inliers, noise, found.x))
+            table.append(
+                {
+                    "temperature": temperature,
+                    "magnitude": magnitude,
+                    "clean": auroc(inside, clean),
+                    "attacked": auroc(inside, after),
+                    "mape_median": float(found.mape.median()),
+                    "mape_p90": float(found.mape.quantile(0.9)),
+                    "target_distance_min": float(apart.min()),
+                    "target_distance_median": float(apart.median()),
+                }
+            )
+            print(json.dumps(table[-1]), flush=True)
+    return {"eps": eps, "steps": steps, "rows": table}
+
+
+def curves(setting: Setting) -> dict[str, Any]:
+    """AUROC against the size of the perturbation, in the shape of Fort's tables, both directions and both norms."""
+    table = []
+    named = {name: setting.detectors[name] for name in ("msp", "mahalanobis", "rmd")} | setting.ensembles
+    count = min(128, len(setting.inliers))
+    for name, detector in named.items():
+        for key, outliers in setting.outliers.items():
+            for direction in ("in", "out"):
+                for norm, at in (("linf", [PIXEL]), ("l2", [0.1, 0.2])):
+                    curve = perturbation_curve(
+                        detector, setting.inliers[:count], outliers[:count], direction=direction, norm=norm, at=at
+                    )
+                    points = [curve.row(curve.reach * i / 20) for i in range(20)]
+                    table.append(
+                        {
+                            "detector": name,
+                            "outliers": key,
+                            "direction": direction,
+                            "norm": norm,
+                            "reach": curve.reach,
+                            "rows": [
+                                {"at": r.at, "before": r.before, "after": r.after, "reached": r.reached}
+                                for r in curve.rows
+                            ],
+                            "curve": [[p.at, p.after] for p in points],
+                        }
+                    )
+                    print(name, key, direction, norm, table[-1]["rows"], flush=True)
+    return {"count": count, "rows": table}
+
+
+def smallest(setting: Setting) -> dict[str, Any]:
+    """The smallest perturbation that carries an outlier below the threshold of 95 % of the inliers, and the reverse."""
+    table = []
+    count = min(128, len(setting.inliers))
+    for name, detector in setting.detectors.items():
+        detector.calibrate(setting.inliers)
+        for side, images in (("out", setting.outliers["gtsrb_test"][:count]), ("in", setting.inliers[:count])):
+            for norm in ("linf", "l2"):
+                began = time.monotonic()
+                found = minimal(detector, images, norm, float(detector.threshold), side=side)
+                table.append(
+                    {
+                        "detector": name,
+                        "side": side,
+                        "norm": norm,
+                        "median": float(found.distance.median()),
+                        "quartiles": found.distance.quantile(
+                            torch.tensor([0.25, 0.75], device=setting.device)
+                        ).tolist(),
+                        "never": int(found.distance.isinf().sum()),
+                        "across already": int((found.distance == 0).sum()),
+                        "n": count,
+                        "seconds": time.monotonic() - began,
+                    }
+                )
+                print(json.dumps(table[-1]), flush=True)
+    return {"rows": table}
+
+
+PARTS = {"two_sided": two_sided, "collisions": collisions, "curves": curves, "minimal": smallest}
+
+
+def main() -> None:
+    """Run the parts asked for, one JSON file each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--detectors", default="", help="only these in two_sided and minimal")
+    parser.add_argument("--count", type=int, default=500)
+    parser.add_argument("--fit", type=int, default=8000)
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--tag", default="")
+    options = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    began = time.monotonic()
+    setting = Setting(options.data, options.count, options.fit, device, options.compile)
+    if options.detectors:
+        setting.detectors = {name: setting.detectors[name] for name in options.detectors.split(",")}
+    options.out.mkdir(parents=True, exist_ok=True)
+    for part in options.parts.split(","):
+        start = time.monotonic()
+        result = PARTS[part](setting)
+        result |= {
+            "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+            "torch": torch.__version__,
+            "count": result.get("count", options.count),
+            "seconds": time.monotonic() - start,
+        }
+        (options.out / f"{part}{options.tag}.json").write_text(json.dumps(result, indent=1))
+        print(part, f"{time.monotonic() - start:.0f} s, {time.monotonic() - began:.0f} s since the start", flush=True)
+
+
+if __name__ == "__main__":
+    main()

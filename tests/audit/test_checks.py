@@ -1,0 +1,346 @@
+"""Every check twice: it passes where all is well, and fails, it and what has the same cause, where one thing is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from small_audit import BOTH, BRIGHT, DARK, EPS, Brightness, Counted, evidence_for, finished, levels
+from torch import Tensor
+
+from gatecrash.attacks.expectation import Expected
+from gatecrash.attacks.worst_case import BUDGETS
+from gatecrash.audit.checks import CHECKS, ORDER, Evidence, run_checks, verdicts
+from gatecrash.audit.checks.leakage import shared
+from gatecrash.ball import Ball, Linf
+from gatecrash.bundle import Check
+from gatecrash.detectors import MSP, ODIN, Detector, Energy, Mahalanobis
+from gatecrash.encoder import Encoder
+from gatecrash.protocols import Latent, leaves
+from small_models import blank, one_thread, squares, trained_net
+
+__all__ = ["one_thread"]
+
+NAMES = {
+    "gradient_flows", "score_is_attacked", "steps_suffice", "restarts_suffice", "monotone_in_eps", "unbounded_breaks",
+    "iterative_beats_single", "black_box_not_stronger", "collision_is_real", "deterministic", "planted", "pixel_budget",
+    "both_sides", "precision_drift", "leakage",
+}  # fmt: skip
+
+COLLISION = {"name": "collide", "of": "features", "ball": {"norm": "l2", "eps": [0.25, 0.5]}, "steps": 10}
+LADDER = BOTH | {"ball": {"norm": "linf", "eps": [0.05, EPS]}}
+
+
+class HalfDetached(Brightness):
+    """Half of the score has no gradient."""
+
+    def judge(self, z: Latent) -> Tensor:
+        pixels = leaves(z)[0]
+        return pixels[:, :18].mean(dim=1) + pixels[:, 18:].detach().mean(dim=1)
+
+
+class Detached(Brightness):
+    """None of the score has a gradient."""
+
+    def judge(self, z: Latent) -> Tensor:
+        return super().judge(z).detach()
+
+
+class NaiveSoftmax(Energy):
+    """−max softmax as a textbook writes it: it rounds to −1 from a gap of 17 on, and half of its gradient to 0."""
+
+    def judge(self, z: Latent) -> Tensor:
+        return -(3 * leaves(z)[0]).softmax(dim=1).amax(dim=1)
+
+
+class DeployedOtherwise(Brightness):
+    """What is deployed looks at the negative; what is attacked does not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(1 - x)
+
+
+class Constant(Brightness):
+    """Every image scores the same, though there is a gradient."""
+
+    def judge(self, z: Latent) -> Tensor:
+        score = super().judge(z)
+        return score - score.detach()
+
+
+class Noisy(Brightness):
+    """A randomised score."""
+
+    def judge(self, z: Latent) -> Tensor:
+        score = super().judge(z)
+        return score + 1e-4 * torch.randn_like(score)
+
+
+class Quantised(Brightness):
+    """Brightness in steps of 0.1, whose gradient is exactly that of one pixel's small share."""
+
+    certificate: str | None = None
+
+    def judge(self, z: Latent) -> Tensor:
+        pixels = leaves(z)[0]
+        return (10 * pixels.mean(dim=1)).floor() / 10 + 1e-3 * pixels[:, 0]
+
+
+class Shattered(Brightness):
+    """Waves so fine that the gradient says nothing about brightness; in black and white they are all in phase."""
+
+    def judge(self, z: Latent) -> Tensor:
+        pixels = leaves(z)[0]
+        return pixels.mean(dim=1) + 0.05 * (200 * torch.pi * pixels).sin().mean(dim=1)
+
+
+class Hilly(Brightness):
+    """The first pixel is a row of hills, six of them in a ball's radius, that small steps do not cross."""
+
+    def judge(self, z: Latent) -> Tensor:
+        return super().judge(z) + 0.05 * torch.sin(12 * torch.pi * leaves(z)[0][:, 0] / EPS)
+
+
+class Chaotic(Brightness):
+    """The score reads one harmless number of the latent; the others change with every grey level."""
+
+    def encode(self, x: Tensor) -> Latent:
+        pixels = x.flatten(1)
+        return pixels.mean(dim=1, keepdim=True), (300 * pixels).sin()
+
+
+def on_network(
+    kind: Callable[[Encoder], Detector], *attacks: dict[str, Any], dtype: torch.dtype = torch.float32
+) -> Evidence:
+    """A detector of a small classifier's logits."""
+    detector = kind(Encoder(trained_net().to(dtype), layer="hidden"))
+    return evidence_for(detector, *attacks, inliers=squares(32)[0], outliers=blank(32))
+
+
+def energy(**changes: Any) -> Evidence:
+    """A healthy network's energy, which the attack breaks in part."""
+    return on_network(Energy, BOTH | {"ball": {"norm": "linf", "eps": 0.04}, "steps": 20} | changes, COLLISION)
+
+
+def with_rows(evidence: Evidence, **changes: float) -> Evidence:
+    """The same audit, with something else in the rows of its larger eps."""
+    rows = [row | changes if row["eps"] == EPS else row for row in evidence.rows]
+    return replace(evidence, rows=rows)  # type: ignore[arg-type]
+
+
+def in_normalised_units(evidence: Evidence, std: float) -> Evidence:
+    """The same audit, its images as far from their starts as if eps had been taken after dividing by std."""
+    attacked = {key: replace(outcome, linf=outcome.linf / std) for key, outcome in evidence.measured.attacked.items()}
+    return replace(evidence, measured=replace(evidence.measured, attacked=attacked))
+
+
+def quantised(certificate: str | None = None) -> Evidence:
+    """Levels that no ball of 0.01 moves across a step of 0.1."""
+    detector = Quantised()
+    detector.certificate = certificate
+    attack = BOTH | {"ball": {"norm": "linf", "eps": 0.01}}
+    return evidence_for(detector, attack, inliers=levels(0.22, 0.28), outliers=levels(0.62, 0.68, seed=1))
+
+
+SICK: list[tuple[str, set[str], Callable[[], Evidence], str]] = [
+    ("gradient_flows", set(), lambda: evidence_for(HalfDetached()), "that finite differences in float64 contradict"),
+    ("gradient_flows", set(), lambda: on_network(NaiveSoftmax), "50% one that rounding spoils (a saturated score)"),
+    ("score_is_attacked", set(), lambda: evidence_for(DeployedOtherwise()), "deployed score is -1.000"),
+    ("steps_suffice", set(), lambda: energy(steps=2, restarts=8), "4 steps instead of 2"),
+    ("steps_suffice", {"iterative_beats_single", "planted"}, lambda: evidence_for(Brightness(), BOTH | {"step": EPS / 10, "steps": 3}), "6 steps instead of 3"),
+    ("restarts_suffice", set(), lambda: evidence_for(Hilly()), "2 runs instead of 1"),
+    ("monotone_in_eps", set(), lambda: with_rows(evidence_for(Brightness(), LADDER), auroc=0.995), "a larger ball must not be weaker"),
+    ("unbounded_breaks", set(), quantised, "from 1.000 to 1.000"),
+    ("iterative_beats_single", set(), lambda: evidence_for(Hilly(), BOTH | {"step": EPS / 10}, inliers=levels(0.42, 0.5), outliers=levels(0.5, 0.58, seed=1)), "less far on 41%"),
+    ("black_box_not_stronger", {"restarts_suffice"}, lambda: evidence_for(Shattered(), BOTH | {"steps": 40}), "in 41 evaluations"),
+    ("collision_is_real", {"gradient_flows", "unbounded_breaks", "iterative_beats_single"}, lambda: evidence_for(Constant(), BOTH, COLLISION), "the score is constant"),
+    ("collision_is_real", set(), lambda: evidence_for(Brightness(), BOTH, COLLISION | {"ball": {"norm": "l2", "eps": [1, 3]}}), "0.62 eps away, so the ball holds them"),
+    ("collision_is_real", set(), lambda: evidence_for(Brightness(), BOTH, COLLISION, outliers=levels(0.3, 0.6, seed=1)), "under 0.8 for it 0.7"),
+    ("deterministic", set(), lambda: evidence_for(Noisy()), "averaged over draws"),
+    ("planted", set(), lambda: evidence_for(Chaotic()), "for 0% of 32 images"),
+    ("pixel_budget", set(), lambda: in_normalised_units(evidence_for(Brightness()), std=0.5), "is 0.2 from its start in linf, and eps is 0.1"),
+    ("both_sides", set(), lambda: evidence_for(Brightness(), BOTH | {"side": "out"}), "no attack on side in or both"),
+    ("precision_drift", set(), lambda: on_network(Energy, BOTH | {"ball": {"norm": "linf", "eps": 0.04}}, dtype=torch.bfloat16), "scored again in float64"),
+    ("leakage", set(), lambda: evidence_for(Brightness(), outliers=torch.cat([BRIGHT, DARK[-2:]])), "2 of 18 outliers bright are among the inliers"),
+    ("leakage", set(), lambda: evidence_for(Brightness(), fit_outliers=BRIGHT[:3]), "3 of 16 outliers bright are among the fit outliers"),
+    ("leakage", set(), lambda: evidence_for(Brightness(), fit=(DARK + 0.01).clamp(0, 1)), "0 of 16 inliers are among the fit set, and 16 nearly"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def healthy() -> list[dict[str, Check]]:
+    """The verdicts where all is well: on a linear score, and on a network's energy."""
+    wholes = (evidence_for(Brightness(), LADDER, COLLISION, fit=levels(0.2, 0.5, seed=2)), energy())
+    return [{check["name"]: check for check in verdicts(evidence)} for evidence in wholes]
+
+
+def test_the_table_holds_every_check_of_the_evaluation_page() -> None:
+    assert set(CHECKS) == set(ORDER) == NAMES
+    assert len(ORDER) == len(NAMES)
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_a_check_passes_where_all_is_well(healthy: list[dict[str, Check]], name: str) -> None:
+    for checks in healthy:
+        assert checks[name]["status"] == "pass", checks[name]["sentence"]
+
+
+def test_every_check_has_a_case_in_which_it_fails() -> None:
+    assert {name for name, *_ in SICK} == NAMES
+
+
+@pytest.mark.parametrize(("name", "also", "make", "words"), SICK, ids=[f"{case[0]}: {case[3]}" for case in SICK])
+def test_a_check_fails_where_just_that_is_wrong(
+    name: str, also: set[str], make: Callable[[], Evidence], words: str
+) -> None:
+    failed = {check["name"]: check["sentence"] for check in verdicts(make()) if check["status"] == "fail"}
+    assert set(failed) == {name} | also, failed
+    assert words in failed[name]
+
+
+def test_a_score_without_any_gradient_is_told_so() -> None:
+    evidence = evidence_for(Brightness())
+    evidence.job.detectors["it"] = Detached()
+    assert CHECKS["gradient_flows"](evidence)["sentence"].startswith(
+        "it: no gradient reaches the pixels; look for detach()"
+    )
+
+
+def test_an_image_outside_ball_or_box_is_seen_whatever_the_ball_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    evidence = evidence_for(Brightness(), outliers=levels(0.7, 0.94, seed=1))
+    monkeypatch.setattr(Ball, "contains", lambda self, x, centre, slack=0: torch.ones(len(x), dtype=torch.bool))
+    monkeypatch.setattr(
+        Linf, "project", lambda self, x, centre: x.clamp(centre - 1.5 * EPS, centre + 1.5 * EPS).clamp(0, 1)
+    )
+    check = CHECKS["pixel_budget"](replace(evidence, _found={}))
+    assert check["status"] == "fail"
+    assert "at most 0.15 from their start in linf, eps being 0.1" in check["sentence"]
+    assert check["sentence"].endswith("outside the ball.")
+    monkeypatch.setattr(Linf, "project", lambda self, x, centre: x.clamp(centre - EPS, centre + EPS))
+    evidence.job.detectors["it"] = upwards()
+    assert "they leave the box [0, 1] by 0.0" in CHECKS["pixel_budget"](replace(evidence, _found={}))["sentence"]
+
+
+def upwards() -> Brightness:
+    """Darker is more out-of-distribution: the attack makes bright outliers brighter."""
+
+    class Darkness(Brightness):
+        def judge(self, z: Latent) -> Tensor:
+            return -super().judge(z)
+
+    return Darkness()
+
+
+def test_rounding_to_8_bits_is_measured_and_not_held_against_the_attack(healthy: list[dict[str, Check]]) -> None:
+    found = evidence_for(Brightness(), BOTH | {"ball": {"norm": "linf", "eps": 0.3 / 255}})
+    check = CHECKS["pixel_budget"](found)
+    rounded = float(check["sentence"].split("8 bits ")[1].rstrip("."))
+    assert check["status"] == "pass"
+    assert 0.5 / 255 < rounded < 0.8 / 255 + 1e-6
+
+
+def test_a_certificate_explains_what_no_attack_breaks() -> None:
+    check = CHECKS["unbounded_breaks"](quantised(certificate="constant within 0.02"))
+    assert check["status"] == "pass"
+    assert "as its certificate says it should" in check["sentence"]
+
+
+def test_averaging_over_draws_is_reported_with_their_number() -> None:
+    evidence = evidence_for(Brightness())
+    evidence.job.detectors["it"] = Expected(Noisy(), draws=7)  # type: ignore[assignment]
+    assert CHECKS["deterministic"](evidence) == {
+        "name": "deterministic",
+        "status": "pass",
+        "sentence": "it: scores and gradients are averaged over 7 draws.",
+    }
+
+
+def test_a_few_near_duplicates_are_a_warning_only() -> None:
+    many, others = levels(0.2, 0.8, 200), levels(0.2, 0.8, 200, seed=5)
+    others[7] = many[7] + 2 / 255
+    assert shared("a", many, "b", others)[:2] == ("warn", "0 of 200 a are among the b, and 1 nearly")
+
+
+def test_an_attack_on_something_else_than_the_score_is_told_so() -> None:
+    attack = {"name": "softmax", "ball": {"norm": "linf", "eps": 0.04}, "steps": 5}
+    evidence = on_network(MSP, attack)
+    check = CHECKS["score_is_attacked"](evidence)
+    assert check["status"] == "warn"
+    assert "no attack of the plan is on the score itself" in check["sentence"]
+    evidence.job.detectors["it"] = Mahalanobis(Encoder(trained_net(), layer="maps")).fit(squares(60, seed=7))
+    assert CHECKS["score_is_attacked"](evidence)["status"] == "fail"
+
+
+def test_a_suite_counts_as_an_attack_on_the_score() -> None:
+    suite = {"name": "worst_case", "budget": "quick", "ball": {"norm": "linf", "eps": 0.05}}
+    evidence = evidence_for(Brightness(), BOTH | {"steps": 200}, suite)
+    effort = evidence.effort("it")
+    assert (effort.steps, effort.restarts) == (BUDGETS["quick"].steps, BUDGETS["quick"].restarts)
+    assert effort.ball == Linf(0.05)
+
+
+def test_the_largest_ball_that_leaves_something_unbroken_is_looked_at() -> None:
+    evidence = evidence_for(Brightness(), BOTH | {"ball": {"norm": "linf", "eps": [0.05, 0.2, 0.1, 0.4]}})
+    assert evidence.reported("it", evidence.job.attacks[0], 0.4) == 0
+    assert evidence.effort("it").ball == Linf(0.2)
+
+
+def test_an_error_inside_a_check_is_a_failure_of_that_check_and_detector() -> None:
+    class Broken(Brightness):
+        def judge(self, z: Latent) -> Tensor:
+            raise RuntimeError("the disk\nis full")
+
+    evidence = evidence_for(Brightness())
+    evidence.job.detectors["it"] = Broken()
+    for check in verdicts(replace(evidence, _found={})):
+        scored = CHECKS[check["name"]].attack != "none" or check["name"] in ("gradient_flows", "deterministic")
+        if scored and check["name"] != "planted":  # which reads latents only
+            assert check["status"] == "fail"
+            assert check["sentence"] == "it: the disk is full."
+
+
+def test_without_an_attack_what_needs_none_is_checked() -> None:
+    job, measured, rows = finished({"it": Brightness()}, [])
+    checks = {check["name"]: check for check in run_checks(job, measured, rows, share=100)}
+    assert list(checks) == list(ORDER)
+    assert {name for name, check in checks.items() if check["status"] == "pass"} == {
+        "gradient_flows", "deterministic", "collision_is_real", "leakage",
+    }  # fmt: skip
+    assert checks["planted"]["sentence"] == "Not run, the plan has no attack."
+
+
+def audited(count: int, steps: int) -> tuple[int, int, list[Check]]:
+    """Images that the network saw in an audit and in its checks, counted by the network, and the verdicts."""
+    encoder = Encoder(Counted(trained_net()), layer="network.hidden")
+    detectors = {"msp": MSP(encoder), "odin": ODIN(encoder), "distance": Mahalanobis(encoder).fit(squares(60, seed=7))}
+    attacks = [
+        BOTH | {"ball": {"norm": "linf", "eps": [0.03, 0.06]}, "steps": steps},
+        COLLISION | {"of": "logits", "steps": 2 * steps},
+    ]
+    Counted.seen = 0
+    job, measured, rows = finished(detectors, attacks, squares(count)[0], blank(count))
+    spent, Counted.seen = Counted.seen, 0
+    checks = run_checks(job, measured, rows)
+    return spent, Counted.seen, checks
+
+
+@pytest.mark.parametrize(("count", "steps"), [(3, 2), (20, 5), (64, 10)])
+def test_the_checks_take_at_most_a_quarter_of_what_the_audit_took(count: int, steps: int) -> None:
+    audit, checks, verdicts = audited(count, steps)
+    left_out = [check for check in verdicts if check["sentence"].startswith("Not run")]
+    assert 0 < checks <= audit / 4
+    assert bool(left_out) == (count < 64)
+    assert all(check["status"] == "warn" and "too costly" in check["sentence"] for check in left_out)
+
+
+def test_the_checks_leave_no_trace() -> None:
+    evidence = energy()
+    network = evidence.job.encoder.model
+    before = torch.random.get_rng_state()
+    verdicts(evidence)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert not network._forward_pre_hooks
+    assert all(parameter.grad is None for parameter in network.parameters())
