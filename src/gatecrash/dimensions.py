@@ -131,24 +131,25 @@ def dims_rows(
 
 
 def log_covering(input_bits: float, output_bits: float) -> float:
-    """The natural logarithm of the probability that N = 2^input_bits balls, thrown at random, hit all F = 2^output_bits.
+    """The log-probability that N = 2^input_bits balls, thrown at random into F = 2^output_bits boxes, leave none empty.
 
-    Section 2.2 of Liang et al. has it as F!·S(N, F) / F^N with the Stirling number of the second kind. A place stays
-    empty with probability q = (1 − 1/F)^N, and for F places that is (1 − q)^F, which for large F is the coupon
-    collector's limit exp(−F·exp(−N/F)): exact where the probability is near 0 or 1, within a few percent between, even
-    for a dozen places. All of it is computed in logarithms, since neither N nor F fits into a float.
+    Section 2.2 of Liang et al. has it as F!·S(N, F) / F^N with the Stirling number of the second kind. A box stays
+    empty with probability q = (1 − 1/F)^N; were the boxes independent, none would with (1 − q)^F. For large F that is
+    the coupon collector's limit exp(−F·exp(−N/F)). It is never below the truth, since one box's ball is lost to the
+    others, and above it by no more than 0.01 from F = 100 on. All of it is computed in logarithms, since neither N nor
+    F fits into a float.
     """
     if input_bits < output_bits:
         return -inf
     if output_bits == 0:
         return 0.0
-    places = output_bits * log(2)
-    # −log q = N · (−log(1 − 1/F)), where the second factor is 1/F to within rounding once F is large
-    log_exponent = input_bits * log(2) + (log(-log1p(-(2.0**-output_bits))) if output_bits < 50 else -places)
+    boxes = output_bits * log(2)
+    # log of −log q = N · (−log(1 − 1/F)); the second factor is 1/F to within rounding once F is large
+    log_exponent = input_bits * log(2) + (log(-log1p(-(2.0**-output_bits))) if output_bits < 50 else -boxes)
     exponent = exp(log_exponent) if log_exponent < 700 else inf
-    # −log(1 − q), which is q to within rounding once q is small
-    log_missed = log(-log(-expm1(-exponent))) if exponent < 30 else -exponent
-    log_loss = places + log_missed
+    # log of −log(1 − q), which is log q to within rounding once q is small
+    log_empty = log(-log(-expm1(-exponent))) if exponent < 30 else -exponent
+    log_loss = boxes + log_empty
     return -exp(log_loss) if log_loss < 700 else -inf
 
 
@@ -178,12 +179,13 @@ def _run(encoder: Encoder, image: Tensor) -> Latent:
     """The network's latent of one image; what torch says of a wrong shape becomes a ValueError."""
     try:
         with torch.no_grad():
-            return encoder(image)
+            latent: Latent = encoder(image)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).split("\n", 1)[0]
         raise ValueError(
             f"{type(encoder.model).__name__} does not take images of shape {tuple(image.shape[1:])}: {reason}"
         ) from error
+    return latent
 
 
 Visit = Callable[[str, nn.Module, Tensor, Tensor], None]

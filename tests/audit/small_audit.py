@@ -73,6 +73,7 @@ def finished(
     **learnt: Tensor,
 ) -> tuple[Job, Measured, list[Row]]:
     """An audit: its job, what was measured, and its rows. `learnt` are sets that detectors are fitted on."""
+    further: dict[str, Any] = {name: as_set(images, name) for name, images in learnt.items()}
     encoder = next(part for part in next(iter(detectors.values())).modules() if isinstance(part, Encoder))
     job = Job(
         plan="",
@@ -83,7 +84,7 @@ def finished(
         outliers={"bright": as_set(outliers, "bright")},
         attacks=attack_plans(attacks),
         device=torch.device("cpu"),
-        **{name: as_set(images, name) for name, images in learnt.items()},
+        **further,
     )
     with TemporaryDirectory() as folder:
         measured = measure(job, Work(Path(folder), 0))

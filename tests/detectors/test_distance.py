@@ -192,10 +192,7 @@ def test_a_direction_of_small_variance_counts_as_the_equation_says() -> None:
     "dtype",
     [
         torch.float32,
-        pytest.param(
-            torch.float64,
-            marks=pytest.mark.xfail(strict=True, reason="the mean's rounding error passes for a variance"),
-        ),
+        torch.float64,
     ],
 )
 def test_features_that_never_vary_are_an_error_that_says_so(kind: type[Detector], dtype: torch.dtype) -> None:
@@ -206,7 +203,6 @@ def test_features_that_never_vary_are_an_error_that_says_so(kind: type[Detector]
 # Precision
 
 
-@pytest.mark.xfail(strict=True, reason="‖z‖² − 2zμ + ‖μ‖² cancels in float32 where classes are far apart")
 def test_float32_distances_are_right_where_classes_are_thousands_of_deviations_apart() -> None:
     generator = torch.Generator().manual_seed(0)
     y = torch.arange(60) % 3
@@ -229,7 +225,6 @@ def test_float32_scores_agree_with_float64(kind: type[Detector]) -> None:
 
 
 @BOTH_KINDS
-@pytest.mark.xfail(strict=True, reason="the buffers do not follow the dtype of the latent")
 def test_a_network_without_parameters_fitted_in_float32_scores_float64(kind: type[Detector]) -> None:
     (z, y), new = clusters(), as_images(points())
     detector = kind(nn.Flatten()).fit((as_images(z).float(), y))
@@ -397,13 +392,11 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message
             RelativeMahalanobis(trained_net(), **options)
 
 
-@pytest.mark.xfail(strict=True, reason="an array of magnitudes is no Sequence")
 def test_magnitudes_may_come_from_linspace() -> None:
     detector = Mahalanobis(trained_net(), magnitude=np.linspace(0, 0.004, 21))
     assert len(detector.magnitudes) == 21
 
 
-@pytest.mark.xfail(strict=True, reason="nan < 0 is false")
 def test_a_magnitude_that_is_no_number_is_refused() -> None:
     with pytest.raises(ValueError, match="magnitude"):
         Mahalanobis(trained_net(), magnitude=math.nan)

@@ -178,7 +178,6 @@ def test_a_deep_ensemble_is_loaded_beside_its_networks(tmp_path: Path) -> None:
     assert torch.equal(loaded.threshold, ensemble.threshold)
 
 
-@pytest.mark.xfail(strict=True, reason="the file does not say how many networks there were")
 @pytest.mark.parametrize("given", [networks(0), networks(0, 7), trained_net()], ids=["one of a list", "two", "one"])
 def test_a_deep_ensemble_beside_too_few_networks_is_refused(
     given: nn.Module | Sequence[nn.Module], tmp_path: Path

@@ -162,7 +162,6 @@ def test_the_card_is_filled(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["msp", "maxlogit", "oe"])
-@pytest.mark.xfail(strict=True, reason="LogitDetector takes and ignores any keyword")
 def test_an_option_that_does_not_exist_is_refused(name: str) -> None:
     with pytest.raises((TypeError, ValueError), match="temperature"):
         DETECTORS[name](trained_net(), temperature=2.0)
@@ -213,9 +212,7 @@ def test_the_score_is_what_judge_makes_of_what_encode_gives(case: Case) -> None:
 
 
 @every
-def test_a_detector_knows_whether_it_changes_images_first(case: Case, request: pytest.FixtureRequest) -> None:
-    if "ensemble, mixed" in request.node.callspec.id:
-        request.applymarker(pytest.mark.xfail(strict=True, reason="an ensemble does not ask its members"))
+def test_a_detector_knows_whether_it_changes_images_first(case: Case) -> None:
     detector, seen = case.fitted(), []
     for module in detector.modules():
         if isinstance(module, SmallNet):
@@ -262,7 +259,6 @@ def test_scoring_without_gradients_gives_the_same_scores(
 
 
 @every_learning
-@pytest.mark.xfail(strict=True, reason="buffers made in inference mode cannot be saved for backward")
 def test_a_detector_fitted_in_inference_mode_can_still_be_attacked(case: Case) -> None:
     detector = case.unfitted()
     with torch.inference_mode():
@@ -314,9 +310,7 @@ def test_scoring_before_fitting_is_an_error_that_says_so(case: Case) -> None:
 
 
 @every_learning
-def test_the_error_before_fitting_names_what_is_needed(case: Case, request: pytest.FixtureRequest) -> None:
-    if request.node.callspec.id.startswith("ensemble"):
-        request.applymarker(pytest.mark.xfail(strict=True, reason="the ensemble's card says that fit needs nothing"))
+def test_the_error_before_fitting_names_what_is_needed(case: Case) -> None:
     with pytest.raises(ValueError, match="labelled inliers"):
         case.unfitted()(squares(3, 3)[0])
 
@@ -368,15 +362,12 @@ def test_fit_needs_something_to_learn_from(case: Case) -> None:
 
 
 @every_learning
-def test_fitting_again_forgets_the_first_time(case: Case, request: pytest.FixtureRequest) -> None:
-    if any(word in request.node.callspec.id for word in ("step", "magnitudes", "mixed")):
-        request.applymarker(pytest.mark.xfail(strict=True, reason="a second fit learns from preprocessed images"))
+def test_fitting_again_forgets_the_first_time(case: Case) -> None:
     detector = case.unfitted().fit(squares(45, 8), held_out=squares(20, 9)[0], outliers=blank(20, 10))
     assert_same_state(learnt(detector), case.fitted())
 
 
 @every_learning
-@pytest.mark.xfail(strict=True, reason="fit keeps the threshold of another fit")
 def test_a_threshold_does_not_outlive_the_fit_it_was_made_for(case: Case) -> None:
     detector = case.fitted().calibrate(squares(20, 11)[0])
     assert learnt(detector).threshold is None
@@ -590,7 +581,6 @@ def test_a_tensor_that_the_detector_does_not_know_is_refused(tmp_path: Path) -> 
         Detector.load(path, trained_net())
 
 
-@pytest.mark.xfail(strict=True, raises=(KeyError, TypeError), reason="the spec is read without a check")
 @pytest.mark.parametrize("spec", ["{}", "[]", '{"name": "energy", "options": {"warmth": 2}}', '{"name": "msp"}'])
 def test_a_spec_that_does_not_fit_is_an_error_that_names_the_file(spec: str, tmp_path: Path) -> None:
     path = tmp_path / "detector.safetensors"
@@ -599,7 +589,6 @@ def test_a_spec_that_does_not_fit_is_an_error_that_names_the_file(spec: str, tmp
         Detector.load(path, trained_net())
 
 
-@pytest.mark.xfail(strict=True, reason="the layers that the encoder tapped are not in the file")
 @pytest.mark.parametrize("kind", [Mahalanobis, RelativeMahalanobis])
 @pytest.mark.parametrize("layer", [None, "maps", ["hidden"], ["maps", "hidden", "head"]], ids=str)
 def test_the_tapped_layers_are_in_the_file(kind: type[Detector], layer: str | list[str] | None, tmp_path: Path) -> None:

@@ -181,6 +181,10 @@ def refuse_another_plan(bundle: Bundle, job: Job, manifest: Mapping[str, Any]) -
     if bundle.plan_text() != job.plan:
         raise ValueError(f"{bundle.folder} was begun with another plan, see its plan.yaml; choose another --out")
     before = bundle.manifest()
-    for key, noun in (("networks", "weights"), ("data", "images"), ("code_sha256", "version of gatecrash")):
+    for key, noun in (
+        ("networks", "other weights"),
+        ("data", "other images"),
+        ("code_sha256", "another version of gatecrash"),
+    ):
         if before.get(key) != manifest[key]:
-            raise ValueError(f"{bundle.folder} was begun with other {noun}; choose another --out")
+            raise ValueError(f"{bundle.folder} was begun with {noun}; choose another --out")

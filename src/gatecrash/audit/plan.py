@@ -140,6 +140,11 @@ class DetectorPlan(BaseModel):
         return self
 
     @property
+    def learns(self) -> bool:
+        """Whether it, or a member of it, must be fitted."""
+        return DETECTORS[self.name].card.fit != "nothing" or any(member.learns for member in self.members or [])
+
+    @property
     def options(self) -> dict[str, Any]:
         """The detector's own options."""
         return dict(self.model_extra or {})
@@ -278,7 +283,7 @@ class Plan(Part):
             for name in attack.start or []:
                 if name not in self.data.outliers:
                     raise ValueError(unknown("outlier set in start", name, list(self.data.outliers)))
-        needy = [d.title for d in self.detectors if DETECTORS[d.name].card.fit != "nothing"]
+        needy = [detector.title for detector in self.detectors if detector.learns]
         if needy and self.data.fit is None:
             raise ValueError(f"data.fit is missing: {', '.join(needy)} must be fitted on inliers")
         return self

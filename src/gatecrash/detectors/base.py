@@ -71,6 +71,12 @@ class Stateful(nn.Module):
             for name in state_names(type(part))
         )
 
+    def forget(self) -> None:
+        """Empty every buffer, here and in the parts: a second `fit` then learns exactly what a first would."""
+        for part in self.modules():
+            if isinstance(part, Stateful):
+                part._buffers.update(dict.fromkeys(state_names(type(part))))
+
 
 class Detector(Stateful, ABC):
     """A detector τ = d(f(x)); higher τ means more out-of-distribution, always.
@@ -84,7 +90,7 @@ class Detector(Stateful, ABC):
     """
 
     name: ClassVar[str] = ""
-    card: ClassVar[Card]
+    card: Card
     threshold: Tensor | None
 
     def __init__(self, encoder: nn.Module | None, **options: Any) -> None:
@@ -131,12 +137,15 @@ class Detector(Stateful, ABC):
             ValueError: labels are missing, or the network's output is NaN; it names the first such batch.
         """
         if self.card.fit != "nothing":
-            z, y = self.latents(inliers)
-            if y is None and self.card.fit == "labelled inliers":
-                raise ValueError(
-                    f"{type(self).__name__}.fit needs labels: give (images, labels), or a loader of such pairs"
-                )
-            with torch.no_grad():
+            self.forget()
+            self.threshold = None
+            # Buffers made in inference mode could not be part of a gradient later.
+            with torch.inference_mode(False), torch.no_grad():
+                z, y = self.latents(inliers)
+                if y is None and self.card.fit == "labelled inliers":
+                    raise ValueError(
+                        f"{type(self).__name__}.fit needs labels: give (images, labels), or a loader of such pairs"
+                    )
                 self.fit_latents(z, y)
         return self
 
@@ -235,7 +244,10 @@ class Detector(Stateful, ABC):
             ValueError: the file is missing, damaged, no detector's, or another detector's than the class asked for.
         """
         spec, state = read_saved(Path(path))
-        detector = build(spec, encoder)
+        try:
+            detector = build(spec, encoder)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{path} holds a detector that this version cannot build: {error}") from error
         if not isinstance(detector, cls):
             raise ValueError(f"{path} holds a {type(detector).__name__}, not a {cls.__name__}")
         for key, tensor in state.items():

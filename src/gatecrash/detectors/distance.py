@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Self
 
 import torch
@@ -31,13 +32,17 @@ class Gaussians(Stateful):
         labels, y = torch.unique(y.to(exact.device), return_inverse=True)
         means = class_means(exact, y, len(labels))
         centre = exact.mean(dim=0)
-        whiten = inverse_root(shared_covariance(exact, means, y, weighting))
+        rounding = torch.finfo(z.dtype).eps * exact.abs().amax()
+        whiten = inverse_root(shared_covariance(exact, means, y, weighting), rounding.square())
         self.centre, self.whiten = centre.to(z), whiten.to(z)
         self.means = ((means - centre) @ whiten).to(z)
 
-    def distances(self, z: Tensor) -> Tensor:
-        """(z − μ_k)ᵀ Σ⁻¹ (z − μ_k) for every sample and class, (B, K)."""
-        return squared_distances((z - self.centre) @ self.whiten, self.means)
+    def nearest(self, z: Tensor) -> Tensor:
+        """min_k (z − μ_k)ᵀ Σ⁻¹ (z − μ_k) for every sample, (B,)."""
+        white, means = (z - self.centre.to(z)) @ self.whiten.to(z), self.means.to(z)
+        # The matrix product finds the class; the distance itself is a difference, since the product's terms cancel.
+        index = squared_distances(white.detach(), means).argmin(dim=1)
+        return (white - means[index]).square().sum(dim=1)
 
 
 @register("mahalanobis")
@@ -75,11 +80,17 @@ class Mahalanobis(Detector):
         if combine not in ("mean", "logistic"):
             raise ValueError(f"combine must be 'mean' or 'logistic', got {combine!r}")
         check_weighting(weighting)
-        magnitudes = list(magnitude) if isinstance(magnitude, Sequence) else [magnitude]
-        if not magnitudes or min(magnitudes) < 0:
+        magnitudes = [float(value) for value in magnitude] if isinstance(magnitude, Iterable) else [float(magnitude)]
+        if not magnitudes or not all(0 <= value < math.inf for value in magnitudes):
             raise ValueError(f"magnitude must not be negative or an empty list, got {magnitude}")
         taps = tapped(encoder, layers)
-        super().__init__(taps, layers=listed(layers), magnitude=listed(magnitude), combine=combine, weighting=weighting)
+        super().__init__(
+            taps,
+            layers=listed(taps.layer),
+            magnitude=magnitudes if isinstance(magnitude, Iterable) else magnitudes[0],
+            combine=combine,
+            weighting=weighting,
+        )
         self.magnitudes, self.combine, self.weighting = magnitudes, combine, weighting
         self.per_layer = one_per_layer(taps)
 
@@ -101,7 +112,8 @@ class Mahalanobis(Detector):
             raise ValueError(f"{option} needs held-out inliers and outliers: fit(inliers, held_out=…, outliers=…)")
         super().fit(inliers)
         if held_out is not None and outliers is not None and chooses:
-            self._choose(held_out, outliers)
+            with torch.inference_mode(False):
+                self._choose(held_out, outliers)
         return self
 
     def fit_latents(self, z: Latent, y: Tensor | None) -> None:
@@ -127,11 +139,12 @@ class Mahalanobis(Detector):
     def distances(self, z: Latent) -> Tensor:
         """The distance to the nearest class in every layer, (B, L)."""
         pairs = zip(each(self.per_layer), leaves(z), strict=True)
-        return torch.stack([gaussians.distances(part.flatten(1)).amin(dim=1) for gaussians, part in pairs], dim=1)
+        return torch.stack([gaussians.nearest(part.flatten(1)) for gaussians, part in pairs], dim=1)
 
     def judge(self, z: Latent) -> Tensor:
         """The combined distance of every sample, (B,)."""
-        return self.distances(z) @ self.weights + self.bias
+        distances = self.distances(z)
+        return distances @ self.weights.to(distances) + self.bias.to(distances)
 
     def _choose(self, held_out: Images, outliers: Images) -> None:
         trials: list[tuple[float, int, Tensor, Tensor, Tensor]] = []
@@ -159,7 +172,7 @@ class RelativeMahalanobis(Detector):
     ) -> None:
         check_weighting(weighting)
         taps = tapped(encoder, layers)
-        super().__init__(taps, layers=listed(layers), weighting=weighting)
+        super().__init__(taps, layers=listed(taps.layer), weighting=weighting)
         self.weighting = weighting
         self.classes, self.background = one_per_layer(taps), one_per_layer(taps)
 
@@ -175,7 +188,7 @@ class RelativeMahalanobis(Detector):
         layers = zip(each(self.classes), each(self.background), leaves(z), strict=True)
         return torch.stack(
             [
-                classes.distances(part.flatten(1)).amin(dim=1) - background.distances(part.flatten(1)).amin(dim=1)
+                classes.nearest(part.flatten(1)) - background.nearest(part.flatten(1))
                 for classes, background, part in layers
             ]
         ).mean(dim=0)
@@ -198,10 +211,10 @@ def shared_covariance(z: Tensor, means: Tensor, y: Tensor, weighting: Weighting,
     return total
 
 
-def inverse_root(covariance: Tensor) -> Tensor:
-    """W (D, R) with W Wᵀ the pseudo-inverse of the covariance; directions without variance are left out."""
+def inverse_root(covariance: Tensor, noise: Tensor) -> Tensor:
+    """W (D, R) with W Wᵀ the pseudo-inverse of the covariance; directions without variance above noise are left out."""
     values, vectors = torch.linalg.eigh(covariance)
-    kept = values > values[-1] * len(values) * torch.finfo(torch.float32).eps
+    kept = values > len(values) * torch.maximum(noise, values[-1] * torch.finfo(torch.float32).eps)
     if not bool(kept.any()):
         raise ValueError(
             "the features do not vary at all, so there is no distance to measure; is the layer the right one?"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -26,6 +27,8 @@ class ScoreEnsemble(Detector):
             raise ValueError("an ensemble needs at least one member")
         super().__init__(None)
         self.members = nn.ModuleList(members)
+        needs = max((member.card.fit for member in members), key=("nothing", "inliers", "labelled inliers").index)
+        self.card = replace(type(self).card, fit=needs)
 
     @property
     def detectors(self) -> list[Detector]:
@@ -34,6 +37,8 @@ class ScoreEnsemble(Detector):
 
     def fit(self, inliers: Images, *, held_out: Images | None = None, outliers: Images | None = None) -> Self:
         """Fit every member on the same data, which must be readable more than once."""
+        if not all(member.card.fit == "nothing" for member in self.detectors):
+            self.threshold = None
         for member in self.detectors:
             member.fit(inliers, held_out=held_out, outliers=outliers)
         return self
@@ -45,6 +50,11 @@ class ScoreEnsemble(Detector):
     def judge(self, z: Latent) -> Tensor:
         """The mean of the members' scores, (B,)."""
         return torch.stack([member.judge(part) for member, part in zip(self.detectors, z, strict=True)]).mean(dim=0)
+
+    @property
+    def preprocesses(self) -> bool:
+        """Whether a member does."""
+        return any(member.preprocesses for member in self.detectors)
 
     @property
     def spec(self) -> dict[str, Any]:
@@ -67,7 +77,7 @@ class DeepEnsemble(Detector):
     def __init__(self, encoders: Sequence[nn.Module]) -> None:
         if not encoders:
             raise ValueError("an ensemble needs at least one network")
-        super().__init__(None)
+        super().__init__(None, networks=len(encoders))
         self.encoders = nn.ModuleList(as_encoder(encoder).at(None) for encoder in encoders)
 
     def encode(self, x: Tensor) -> Latent:
@@ -83,7 +93,10 @@ class DeepEnsemble(Detector):
     @classmethod
     def rebuild(cls, spec: dict[str, Any], encoder: nn.Module | Sequence[nn.Module]) -> Detector:
         """The ensemble over the given encoders."""
-        return cls([encoder] if isinstance(encoder, nn.Module) else encoder)
+        encoders = [encoder] if isinstance(encoder, nn.Module) else encoder
+        if len(encoders) != spec["options"]["networks"]:
+            raise ValueError(f"the ensemble has {spec['options']['networks']} networks, but {len(encoders)} were given")
+        return cls(encoders)
 
 
 def per_member(encoder: nn.Module | Sequence[nn.Module], count: int) -> list[nn.Module]:

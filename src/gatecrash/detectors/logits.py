@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,8 @@ from gatecrash.protocols import Latent
 class LogitDetector(Detector):
     """A detector that reads the network's output, whatever layer the encoder taps."""
 
-    def __init__(self, encoder: nn.Module, **options: Any) -> None:
-        super().__init__(as_encoder(encoder).at(None), **options)
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__(as_encoder(encoder).at(None))
 
 
 @register("msp")
@@ -50,7 +50,8 @@ class Energy(LogitDetector):
     card = Card(paper="Liu et al., NeurIPS 2020", year=2020, reads="logits")
 
     def __init__(self, encoder: nn.Module, *, temperature: float = 1.0) -> None:
-        super().__init__(encoder, temperature=positive(temperature, "temperature"))
+        super().__init__(encoder)
+        self.options = {"temperature": positive(temperature, "temperature")}
         self.temperature = temperature
 
     def judge(self, z: Latent) -> Tensor:
@@ -81,9 +82,10 @@ class ODIN(LogitDetector):
     card = Card(paper="Liang, Li & Srikant, ICLR 2018", year=2018, reads="logits")
 
     def __init__(self, encoder: nn.Module, *, temperature: float = 1000.0, magnitude: float = 0.0014) -> None:
-        if magnitude < 0:
+        if not 0 <= magnitude < math.inf:
             raise ValueError(f"magnitude must not be negative, got {magnitude:g}")
-        super().__init__(encoder, temperature=positive(temperature, "temperature"), magnitude=magnitude)
+        super().__init__(encoder)
+        self.options = {"temperature": positive(temperature, "temperature"), "magnitude": magnitude}
         self.temperature = temperature
         self.magnitude = magnitude
 

@@ -101,9 +101,9 @@ def iterative_beats_single(evidence: Evidence) -> Finding:
             return Finding("fail", f"{title}: neither one step nor {effort.steps} change any score (gradient masking)")
         # Where one step is the exact optimum, as on a linear score, many steps can only equal it up to rounding.
         further = once > iterated + 1e-3 * iterated.abs().median()
-        share = float(further.double().mean())
+        share = float(further.float().mean())
         words = (
-            f"{title}: {effort.steps} steps get further than one on {float((iterated > once).double().mean()):.0%} of "
+            f"{title}: {effort.steps} steps get further than one on {float((iterated > once).float().mean()):.0%} of "
             f"{len(once)} images, less far on {share:.0%}"
         )
         if share > FEW:

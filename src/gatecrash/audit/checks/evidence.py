@@ -74,8 +74,8 @@ class Standing:
 
     @property
     def tolerance(self) -> float:
-        """The change of AUROC that says nothing: 0.01, or one pair of images where that is more."""
-        return max(TOLERANCE, 1 / (len(self.inside) * len(self.outside))) + 1e-9
+        """The change of AUROC that says nothing: 0.01, or two pairs of images where that is more."""
+        return max(TOLERANCE, 2 / (len(self.inside) * len(self.outside))) + 1e-9
 
     def scores(self, side: Side) -> Tensor:
         """The scores of one side."""
@@ -88,7 +88,7 @@ class Standing:
 
     def limit(self, side: Side) -> Tensor:
         """The score past which an image of this side has passed every image of the other."""
-        edge = self.outside.max() if side == "in" else self.inside.min()
+        edge = (self.outside.max() if side == "in" else self.inside.min()).cpu()
         return torch.nextafter(edge, torch.full_like(edge, torch.inf if side == "in" else -torch.inf))
 
 
@@ -110,6 +110,7 @@ class Evidence:
     meter: Meter = field(default_factory=Meter)
     """What they took so far."""
     _found: dict[tuple[str, Side], Found] = field(default_factory=dict, repr=False)
+    _efforts: dict[str, Effort] = field(default_factory=dict, repr=False)
 
     @property
     def left(self) -> float:
@@ -159,6 +160,11 @@ class Evidence:
         Raises:
             ValueError: the plan has no attack.
         """
+        if title not in self._efforts:
+            self._efforts[title] = self._effort(title)
+        return self._efforts[title]
+
+    def _effort(self, title: str) -> Effort:
         if not self.job.attacks:
             raise ValueError("the plan has no attack")
         attack = max(self.job.attacks, key=strength)

@@ -61,7 +61,7 @@ def gradient_flows(evidence: Evidence) -> Finding:
         if gradient is None:
             return Finding("fail", f"{title}: no gradient reaches the pixels; look for detach(), no_grad() or numpy")
         flat = gradient.flatten(1)
-        share = float((~flat.isfinite().all(dim=1) | (flat == 0).all(dim=1)).double().mean())
+        share = float((~flat.isfinite().all(dim=1) | (flat == 0).all(dim=1)).float().mean())
         words = f"{title}: {share:.0%} of {len(x)} images have no gradient"
         if share > FEW:
             return Finding("fail", f"{words} (a saturated or constant score)")
@@ -69,7 +69,7 @@ def gradient_flows(evidence: Evidence) -> Finding:
             return Finding("pass", f"{words}; averaged over draws, it was not compared with differences", share)
         rows = torch.linspace(0, len(x) - 1, min(PROBED, len(x))).round().long().to(x.device)
         probe = probed(detector, x[rows], gradient[rows], evidence.job.seed)
-        wrong, lost = float(probe.wrong.double().mean()), float(probe.lost.double().mean())
+        wrong, lost = float(probe.wrong.float().mean()), float(probe.lost.float().mean())
         words += (
             f", {wrong:.0%} of {len(rows)} have one that finite differences in {probe.precision} contradict, and "
             f"{lost:.0%} one that rounding spoils"
@@ -103,7 +103,8 @@ def score_is_attacked(evidence: Evidence) -> Finding:
             with repeatable(evidence.job.seed, x.device):
                 return scores(detector, x, None)
 
-        follows = rank_correlations(torch.stack(recorded.values), torch.stack([deployed(x) for x in recorded.points]))
+        along = (torch.stack(values).cpu() for values in (recorded.values, [deployed(x) for x in recorded.points]))
+        follows = rank_correlations(*along)
         if len(follows) == 0:
             return Finding("warn", f"{title}: the objective did not move in {steps} steps, so nothing could follow it")
         middle = float(follows.median())
@@ -149,7 +150,7 @@ def precision_drift(evidence: Evidence) -> Finding:
     """What the attack returned has the same score in float64."""
 
     def look(title: str) -> Finding:
-        searched = Standing(*(score_of(evidence.found(title, side)) for side in SIDES))
+        searched = Standing(*(score_of(evidence.found(title, side)).cpu() for side in SIDES))
         inliers, outliers = (evidence.found(title, side).x for side in SIDES)
         exact, precision = exactly(evidence.detector(title), inliers, outliers, evidence.job.batch_size)
         clean = torch.cat([evidence.measured.clean[key] for key in evidence.measured.clean if key[0] == title]).double()
@@ -227,7 +228,7 @@ def exactly(detector: Detector, inliers: Tensor, outliers: Tensor, batch_size: i
         judge, x, precision = in_double(detector, torch.cat([inliers, outliers]))
         with torch.no_grad():
             parts = [judge.judge(judge.encode(batch)) for batch in x.split(batch_size)]
-        exact = torch.cat(parts).to(inliers.device).double()
+        exact = torch.cat(parts).cpu().double()
     return Standing(exact[: len(inliers)], exact[len(inliers) :]), precision
 
 

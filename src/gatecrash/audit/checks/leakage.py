@@ -50,6 +50,7 @@ def shared(first: str, x: Tensor, second: str, other: Tensor) -> Finding:
     """How many images of the first set are in the second, as they are or nearly."""
     if x.shape[1:] != other.shape[1:]:
         return Finding("pass", f"{first} and {second} differ in shape, so they share no image")
+    x, other = x.detach().cpu(), other.detach().cpu()
     exact = exact_duplicates(x, other)
     near = near_duplicates(x, other) & ~exact
     same, alike = int(exact.sum()), int(near.sum())
@@ -66,8 +67,8 @@ def exact_duplicates(x: Tensor, other: Tensor) -> Tensor:
 
 
 def in_bytes(x: Tensor) -> Tensor:
-    """Images in 8 bits, on the CPU."""
-    return (255 * x.detach().cpu()).round().byte()
+    """Images in 8 bits."""
+    return (255 * x).round().byte()
 
 
 def near_duplicates(x: Tensor, other: Tensor) -> Tensor:
@@ -79,7 +80,7 @@ def near_duplicates(x: Tensor, other: Tensor) -> Tensor:
         apart, nearest = torch.cdist(thumbnails(chunk), small).min(dim=1)
         difference = (chunk - other[nearest]).flatten(1).square().mean(dim=1).sqrt()
         found.append((apart / width < ALIKE) & (difference < SAME))
-    return torch.cat(found).cpu()
+    return torch.cat(found)
 
 
 def thumbnails(x: Tensor) -> Tensor:

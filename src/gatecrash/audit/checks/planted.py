@@ -64,7 +64,7 @@ def planted(evidence: Evidence) -> Finding:
             generator=seed,
             batch_size=batch,
         )
-        share, chance = float(found.success.double().mean()), trap.chance(start, effort.ball, seed + 2, batch)
+        share, chance = float(found.success.float().mean()), trap.chance(start, effort.ball, seed + 2, batch)
         words = (
             f"{title}: the attack finds the inlier score that was planted in the ball for {share:.0%} of {len(start)} "
             f"images, {FRESH} random points for {chance:.0%} (fitted against {counted(trap.others, 'other')} each)"
@@ -118,7 +118,7 @@ class Trap:
         hit = torch.zeros(len(start), dtype=torch.bool, device=start.device)
         for x in random_points(start, ball, FRESH, seed):
             hit |= self.read(flattened(latents(self.encode, x, batch_size)), rows) <= self.threshold
-        return float(hit.double().mean())
+        return float(hit.float().mean())
 
 
 def plant(encode: Encoder, images: Tensor, ball: Ball, seed: int, batch_size: int) -> Trap:
@@ -131,7 +131,7 @@ def plant(encode: Encoder, images: Tensor, ball: Ball, seed: int, batch_size: in
     start = flattened(latents(encode, images, batch_size))
     others = max(1, min(AROUND, start.shape[1] // 2))
     points = [*random_points(images, ball, others - 1, seed), corner(images, ball, seed)]
-    z = torch.stack([start, *(flattened(latents(encode, x, batch_size)) for x in points)], dim=1).double()
+    z = torch.stack([start, *(flattened(latents(encode, x, batch_size)) for x in points)], dim=1).cpu().double()
     centre = z[:, 0]
     spread = (z - centre[:, None]).square().mean(dim=1).sqrt()
     noise = 10 * torch.finfo(start.dtype).eps * centre.abs()
@@ -147,7 +147,7 @@ def plant(encode: Encoder, images: Tensor, ball: Ball, seed: int, batch_size: in
     values = 1 - (features @ weight[:, :, None]).squeeze(2)
     separates = (values[:, -1] < -0.9) & (values[:, :-1] > 0.9).all(dim=1)
     rows = separates.nonzero().flatten()
-    centre, scale, weight = (part[rows].to(start.dtype) for part in (centre, scale, weight))
+    centre, scale, weight = (part[rows].to(start) for part in (centre, scale, weight))
     return Trap(encode, rows, centre, scale, weight, others)
 
 

@@ -41,7 +41,7 @@ class Doubt:
         try:
             finding = self.look(evidence)
         except Exception as error:
-            finding = Finding("fail", f"the check could not be done: {in_words(error)}")
+            finding = Finding("fail", f"The check could not be done: {in_words(error)}")
         return {"name": self.name, "status": finding.status, "sentence": sentence(finding.words)}
 
 

@@ -31,7 +31,7 @@ def monotone_in_eps(evidence: Evidence) -> Finding:
             kind = (row["detector"], row["outliers"], row["attack"], row["side"], row["norm"])
             ladders.setdefault((*kind, row["steps"], row["restarts"]), []).append(row)
     if not ladders:
-        return Finding("warn", "no attack of the plan is on a score, so there is no AUROC to follow along eps")
+        return Finding("warn", "No attack of the plan is on a score, so there is no AUROC to follow along eps")
     return worst([along(ladder) for ladder in ladders.values()], "ladders of eps")
 
 
@@ -76,7 +76,7 @@ def collision_is_real(evidence: Evidence) -> Finding:
         if row["attack"].startswith("collide"):
             groups.setdefault((row["attack"], row["outliers"], row["eps"] or 0.0), []).append(row)
     if not groups:
-        return Finding("pass", "no score is constant, and the plan has no collision")
+        return Finding("pass", "No score is constant, and the plan has no collision")
     return worst([collided(rows) for rows in groups.values()], "collisions")
 
 
