@@ -27,10 +27,12 @@ from gatecrash.audit import (
     run_demo,
 )
 from gatecrash.audit.manifest import versions
+from gatecrash.audit.models import load_model
 from gatecrash.audit.plan import sentence
 from gatecrash.bundle import Bundle, Results, Row
 from gatecrash.data import describe_sources
 from gatecrash.detectors import DETECTORS
+from gatecrash.dimensions import dims_rows
 
 app = typer.Typer(
     help="Attack out-of-distribution detectors and measure how far they break.",
@@ -102,6 +104,7 @@ def audit_command(
     resume: Resume = False,
     device: Device = "auto",
     trust: Trust = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 when a check of the result fails.")] = False,
     example: Annotated[str | None, typer.Option(help=f"Print an example plan: {', '.join(EXAMPLES)}.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -114,7 +117,10 @@ def audit_command(
             "which plan? gatecrash audit PLAN.yaml; gatecrash audit --example demo prints one to start from"
         )
     folder = out or Path("runs") / plan.stem
-    print_results(audit_plan(plan, out=folder, resume=resume, device=device, trust=trust), Bundle(folder), as_json)
+    results = audit_plan(plan, out=folder, resume=resume, device=device, trust=trust)
+    print_results(results, Bundle(folder), as_json)
+    if strict and any(check["status"] == "fail" for check in results["checks"]):
+        raise typer.Exit(1)
 
 
 @app.command("collide")
@@ -160,8 +166,28 @@ def collide_command(
         table.add_column(column, justify="right")
     for pair in pairs:
         table.add_row(str(pair.index), f"{pair.mape:.4%}", f"{pair.distance:.3f}", f"{pair.target_distance:.3f}")
-    Console().print(table)
+    wide_console().print(table)
     print_line(f"pictures, mape.png and latents.png are in {out}")
+
+
+@app.command("dims")
+def dims_command(
+    model: Annotated[
+        str, typer.Argument(help="torchvision:NAME, timm:NAME, builtin:NAME, bundle:DIR, module:function.")
+    ],
+    shape: Annotated[str, typer.Option("--input", help="Channels, height and width of an image.")] = "3,224,224",
+    layer: Annotated[str | None, typer.Option(help="The latent of the last row; the output by default.")] = None,
+    trust: Trust = False,
+    as_json: Json = False,
+) -> None:
+    """Show how every layer of a network shrinks its input, and how surely outliers cover its latent space."""
+    if not all(part.strip().isdecimal() for part in shape.split(",")):
+        raise ValueError(f"--input must be channels,height,width, got {shape!r}")
+    known_weights = None if model.startswith("bundle:") else "random"
+    network = load_model(ModelPlan(name=model, weights=known_weights), Path(), trust=trust)
+    rows = dims_rows(network, [int(part) for part in shape.split(",")], layer)
+    shown = [row | {"covering": f"{row['covering']:.3g}", "reduces": "yes" if row["reduces"] else "no"} for row in rows]
+    print_listing(rows if as_json else shown, as_json)
 
 
 @app.command("detectors")
@@ -249,7 +275,7 @@ def print_results(results: Results, bundle: Bundle, as_json: bool) -> None:
             if (row["detector"], row["outliers"]) == (detector, outliers)
         }
         table.add_row(detector, outliers, *(values.get(column, "") for column in columns))
-    Console().print(table)
+    wide_console().print(table)
     for line in collision_lines(results["rows"]):
         print_line(line)
     for check in results["checks"]:
@@ -297,7 +323,12 @@ def print_listing(entries: list[dict[str, Any]], as_json: bool, hidden: set[str]
         table.add_column(key, overflow="fold")
     for entry in entries:
         table.add_row(*(str(entry[key]) for key in shown))
-    Console().print(table)
+    wide_console().print(table)
+
+
+def wide_console() -> Console:
+    """The terminal at its own width; a pipe or file wide enough that no table is squeezed."""
+    return Console() if sys.stdout.isatty() else Console(width=200)
 
 
 def print_line(text: str, stream: Any = None) -> None:

@@ -473,8 +473,8 @@ def _direction(pull: Tensor, normals: Tensor, below: Tensor, above: Tensor) -> T
 def _orthogonal(vector: Tensor, rows: Tensor) -> Tensor:
     """What of a vector (M,) is orthogonal to the rows (r, M).
 
-    By the normal equations, refined until the square of their condition has lost nothing; where that fails, by QR,
-    which is slower by an order of magnitude.
+    By the normal equations, refined until the square of their condition has lost nothing; where the rows depend on
+    each other, by singular values, which are slower by an order of magnitude.
     """
     factor, failed = torch.linalg.cholesky_ex(rows @ rows.T)
     if not bool(failed):
@@ -483,9 +483,9 @@ def _orthogonal(vector: Tensor, rows: Tensor) -> Tensor:
             free = free - rows.T @ torch.cholesky_solve((rows @ free)[:, None], factor)[:, 0]
         if float((rows @ free).norm()) <= 1e-14 * float(vector.norm()):
             return free
-    basis = torch.linalg.qr(rows.T).Q
+    basis = row_space(rows)
     for _ in range(2):
-        vector = vector - basis @ (basis.T @ vector)
+        vector = vector - basis.T @ (basis @ vector)
     return vector
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from gatecrash.audit.checks import run_checks
 from gatecrash.audit.job import Job, as_set, job_of_plan, named_detectors
 from gatecrash.audit.manifest import manifest_of, pick_device
 from gatecrash.audit.plan import AttackPlan, Plan, check_titles, read_plan, sentence
@@ -148,7 +149,8 @@ def run_job(job: Job, out: Path, *, resume: bool) -> Results:
     measured = measure(job, work)
     bundle.write_samples(list(sample_rows(job, measured)))
     bundle.write_pictures(measured.pictures)
-    bundle.write_results(rows_of(job, measured), [], manifest)
+    rows = rows_of(job, measured)
+    bundle.write_results(rows, run_checks(job, measured, rows), manifest)
     write_report(bundle)
     work.clear()
     return bundle.results()
