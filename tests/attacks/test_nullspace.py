@@ -56,7 +56,7 @@ def convolutional() -> nn.Module:
         nn.MaxPool2d(2),
         nn.Conv2d(5, 6, 2),
         nn.ReLU(),
-        nn.AvgPool2d(2),
+        nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
         nn.Linear(6, 4),
     )
@@ -273,6 +273,22 @@ def test_a_wanted_length_inside_the_region_is_met_and_more_pieces_go_further() -
     found = nullspace(network, x, L2(wanted))
     torch.testing.assert_close(found.distance("l2"), torch.full((2,), wanted, dtype=torch.float64), rtol=1e-9, atol=0)
     assert found.success.all() and found.pattern_kept.all()
+
+
+@pytest.mark.parametrize("black", [0.0, 1.0])
+def test_ties_on_a_background_of_one_colour_do_not_end_the_way(black: float) -> None:
+    network, x = seeded(convolutional).eval(), images(side=8)
+    x[:, :, :6] = black
+    found = nullspace(network, x, L2(50.0), steps=8)
+    exact = deepcopy(network).double()
+    ties = [
+        slack == 0
+        for slack, _ in (Region(exact, one).along(one.flatten(), one.flatten()) for one in x.double().split(1))
+    ]
+    assert all(int(tie.sum()) > 100 for tie in ties)
+    assert found.pattern_kept.all() and (found.value < 1e-12).all()
+    assert ((exact(found.x) - exact(x.double())).abs() < 1e-12).all()
+    assert (found.distance("l2") > 0.1).all()
 
 
 def test_restarts_keep_the_longest_way() -> None:

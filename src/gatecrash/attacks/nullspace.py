@@ -10,6 +10,7 @@ from functools import partial
 from math import inf, prod
 from typing import Any, TypeAlias
 
+import scipy.linalg
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -36,6 +37,9 @@ _WALL = 1e-2
 
 _SPENT = 1 / 16
 """The share of the free dimensions that is given up, after every piece, to hold off the nearest kinks."""
+
+_TRIES = 8
+"""How many times as many directions as pieces may be tried: at a tie, one may lead nowhere."""
 
 _INDEPENDENT = 1e-9
 """How much of a unit row must lie outside the others' span for it to count as a row of its own."""
@@ -181,27 +185,29 @@ def linear_matrix(layer: nn.Module, input_shape: tuple[int, ...]) -> tuple[Tenso
 def row_space(matrix: Tensor, tolerance: float | None = None) -> Tensor:
     """An orthonormal basis of what a matrix (K, M) sees, (rank, M).
 
-    Singular values at or below `tolerance` count as zero; None is max(K, M) · σ_max · the rounding of the dtype.
+    By QR with pivoting: row after row, the one that sticks out furthest from those before it, until none does by more
+    than `tolerance`; None is max(K, M) · the longest row · the rounding of the dtype.
     """
-    return _right_vectors(matrix, tolerance, full=False)[0]
+    return _row_and_null_space(matrix, tolerance, mode="economic")[0]
 
 
 def null_space(matrix: Tensor, tolerance: float | None = None) -> Tensor:
     """An orthonormal basis η of what a matrix (K, M) does not see, as columns, (M, M − rank); W η = 0."""
-    return _right_vectors(matrix, tolerance, full=True)[1].T
+    return _row_and_null_space(matrix, tolerance, mode="full")[1].T
 
 
-def _right_vectors(matrix: Tensor, tolerance: float | None, *, full: bool) -> tuple[Tensor, Tensor]:
-    """The right singular vectors as rows: those of singular values above the tolerance, and the rest."""
+def _row_and_null_space(matrix: Tensor, tolerance: float | None, mode: str) -> tuple[Tensor, Tensor]:
+    """Both bases as rows; in mode "economic" the second is not complete."""
     if matrix.numel() == 0:
-        rest = torch.eye(matrix.shape[1], dtype=matrix.dtype, device=matrix.device) if full else matrix[:0]
-        return matrix[:0], rest
-    limit = max(matrix.shape) * torch.finfo(matrix.dtype).eps
+        return matrix, torch.eye(matrix.shape[1], dtype=matrix.dtype, device=matrix.device)
+    rounding = max(matrix.shape) * torch.finfo(matrix.dtype).eps
     if matrix.shape[0] > matrix.shape[1]:
         matrix = torch.linalg.qr(matrix, mode="r").R
-    _, values, vectors = torch.linalg.svd(matrix, full_matrices=full)
-    rank = int((values > (limit * float(values[0]) if tolerance is None else tolerance)).sum())
-    return vectors[:rank], vectors[rank:]
+    columns, triangle, _ = scipy.linalg.qr(matrix.detach().T.cpu().numpy(), mode=mode, pivoting=True)
+    lengths = abs(triangle.diagonal())
+    rank = int((lengths > (rounding * lengths[0] if tolerance is None else tolerance)).sum())
+    rows = torch.from_numpy(columns.T).to(matrix)
+    return rows[:rank], rows[rank:]
 
 
 @dataclass(frozen=True)
@@ -405,8 +411,8 @@ def _walk(region: Region, seen: Tensor, ball: Ball, steps: int, generator: torch
     moved, normals, seed = torch.zeros_like(start), seen, random()
     held = torch.zeros(region.slack_size, dtype=torch.bool, device=start.device)
     limit = min(len(start), _ENTRIES // len(start))
-    first, pieces, arrived = 0.0, 0, False
-    while pieces < steps and not arrived and len(normals) < limit:
+    first, tries, pieces, arrived = 0.0, 0, 0, False
+    while pieces < steps and tries < _TRIES * steps and not arrived and len(normals) < limit:
         below, above = start + moved - low, high - start - moved
         direction = _direction(moved if bool(moved.any()) else seed, normals, below, above)
         if direction is None:  # the way grows no further as it is, but any free direction lengthens it
@@ -421,7 +427,7 @@ def _walk(region: Region, seen: Tensor, ball: Ball, steps: int, generator: torch
         step = min(rest, kink * (1 - _TOUCH), wall * (1 - _WALL))
         moved = moved + step * direction
         first = first or step
-        pieces += 1
+        tries, pieces = tries + 1, pieces + (step > 0)
         arrived = step == rest
         if step == kink * (1 - _TOUCH):
             nearest = _nearest(ratios, kink, limit - len(normals))
@@ -435,9 +441,12 @@ def _walk(region: Region, seen: Tensor, ball: Ball, steps: int, generator: torch
 
 
 def _nearest(ratios: Tensor, kink: float, free: int) -> Tensor:
-    """The kinks to hold from now on: all that are as near as the first, and more as long as dimensions are free."""
+    """The kinks to hold from now on: all that are as near as the first, and more as long as dimensions are free.
+
+    At a tie, as in a max-pool over a black background, nothing more: one of them may well hold the others.
+    """
     touching = int((ratios <= kink * (1 + 1e-9)).sum())
-    count = min(max(touching, int(free * _SPENT)), int(ratios.isfinite().sum()))
+    count = touching if kink == 0 else min(max(touching, int(free * _SPENT)), int(ratios.isfinite().sum()))
     return ratios.topk(count, largest=False).indices
 
 
@@ -474,7 +483,7 @@ def _orthogonal(vector: Tensor, rows: Tensor) -> Tensor:
     """What of a vector (M,) is orthogonal to the rows (r, M).
 
     By the normal equations, refined until the square of their condition has lost nothing; where the rows depend on
-    each other, by singular values, which are slower by an order of magnitude.
+    each other, by QR, which is slower by an order of magnitude.
     """
     factor, failed = torch.linalg.cholesky_ex(rows @ rows.T)
     if not bool(failed):

@@ -48,7 +48,7 @@ PRETRAINED.register("fashion_small_cnn")(
         size=56,
         mean=(0.2869,),
         std=(0.3377,),
-        epochs=12,
+        epochs=16,
         path=_FOLDER / "fashion_small_cnn.safetensors",
     )
 )

@@ -35,7 +35,7 @@ def train_classifier(
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
     batch_size: int = 64,
-    lr: float = 5e-3,
+    lr: float = 3e-3,
     shift: int = 2,
     flip: bool = True,
     device: torch.device | str | None = None,
