@@ -12,8 +12,8 @@ class SmallCNN(nn.Module):
     """Three strided 3×3 convolutions, a linear latent of a few dimensions and a linear layer on it.
 
     The logits of (N, in_channels, size, size) are (N, num_classes). Layers worth a tap: `conv1`, `conv2`, `conv3` (maps
-    of `width`, 2·`width` and 4·`width` channels at a half, a quarter and an eighth of the side) and `latent` (N, latent),
-    what the linear layer `fc` reads.
+    of `width`, 2·`width` and 4·`width` channels at a half, a quarter and an eighth of the side) and `latent`
+    (N, latent), what the linear layer `fc` reads.
 
     Raises:
         ValueError: a count is below one.

@@ -119,7 +119,7 @@ def _descend(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], steps: 
     for step, (x, y) in enumerate(tracked(batches, "training", steps)):
         loss = cross_entropy(model(x), y)
         if not bool(loss.isfinite()):
-            raise ValueError(f"the loss is {float(loss)} after {step} of {steps} steps; a smaller lr may help")
+            raise ValueError(f"the loss is {loss.item()} after {step} of {steps} steps; a smaller lr may help")
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
