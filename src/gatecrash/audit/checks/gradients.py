@@ -20,7 +20,10 @@ from gatecrash.protocols import Objective
 from gatecrash.search import generator_for, search
 
 FEW = 0.05
-"""The share of images that may have no gradient, or a wrong one, before the check fails."""
+"""The share of images that may have no gradient, or one that rounding spoils, before the check fails."""
+
+CONTRADICTED = 0.25
+"""The share whose gradient differences may contradict: near a kink, or where a sign flips, the two differ rightly."""
 
 WRONG = 0.05
 """The relative difference from finite differences at which a gradient counts as wrong."""
@@ -74,7 +77,7 @@ def gradient_flows(evidence: Evidence) -> Finding:
             f", {wrong:.0%} of {len(rows)} have one that finite differences in {probe.precision} contradict, and "
             f"{lost:.0%} one that rounding spoils"
         )
-        if wrong > FEW:
+        if wrong > CONTRADICTED:
             excused = detector.card.gradient == "omitted" or probe.precision != "float64"
             return Finding("warn" if excused else "fail", f"{words} (part of the score is detached)")
         if lost > FEW:
