@@ -71,6 +71,19 @@ def test_float32_rounding_does_not_leave_a_large_ball() -> None:
         assert (ball.distance(p.double(), centre.double()) <= ball.eps + 1e-6).all()
 
 
+@pytest.mark.parametrize("grey", [0.1, 0.5, 0.7, 0.9])
+@pytest.mark.parametrize("eps", [0.1, 1.0, 5.0])
+def test_flat_images_whose_pixels_all_round_the_same_way_stay_inside(grey: float, eps: float) -> None:
+    centre = torch.full((1, 3, 224, 224), grey)
+    for sign in (1, -1):
+        p = L2(eps).project(centre + sign, centre)
+        reached = float(L2(eps).distance(p.double(), centre.double()))
+        assert (1 - 1e-3) * eps < reached <= eps + 1e-6
+    latents = torch.full((8, 500), 123.4)
+    for ball in (L2(1.0, box=None), Linf(0.1, box=None)):
+        assert ball.contains(ball.project(latents + torch.randn(8, 500), latents), latents).all()
+
+
 @pytest.mark.parametrize("kind", [L2, Linf])
 def test_random_starts_fill_the_ball_and_stay_in_it(kind: type[Ball]) -> None:
     centre = torch.full((64, 3, 8, 8), 0.5)

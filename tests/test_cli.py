@@ -111,6 +111,8 @@ def test_collide_writes_pictures_and_charts(gatecrash, tmp_path: Path) -> None:
         (["audit", "none.yaml"], "gatecrash: cannot read plan none.yaml: No such file or directory"),
         (["audit"], "gatecrash: which plan? gatecrash audit PLAN.yaml"),
         (["audit", "plan.yaml", "--device", "tpu"], "gatecrash: device must be auto, cpu, cuda or mps, got 'tpu'"),
+        (["audit", "plan.yaml", "--device", "cpu:x"], "gatecrash: device must be auto, cpu, cuda or mps, got 'cpu:x'"),
+        (["collide", "--start", "folder:~nobody-at-all/x", "--target", "noise"], "~nobody-at-all/x"),
         (["audit", "plan.yaml", "--wat"], "gatecrash: No such option: --wat"),
         (["audti"], "gatecrash: No such command 'audti'."),
         (["collide", "--start", "nois", "--target", "noise"], "unknown source 'nois'; did you mean 'noise'"),
@@ -157,7 +159,7 @@ def test_a_full_disk_is_one_line(gatecrash, monkeypatch: pytest.MonkeyPatch) -> 
         raise OSError(28, "No space left on device", "runs/plan/work/x")
 
     write_small_plan(Path("plan.yaml"), detectors=["msp"])
-    monkeypatch.setattr("gatecrash.audit.work.save_file", full)
+    monkeypatch.setattr(sys.modules["gatecrash.audit.work"], "save_file", full)
     code, _, err = gatecrash("audit", "plan.yaml", "--device", "cpu")
     assert (code, err) == (2, "gatecrash: No space left on device (runs/plan/work/x)\n")
 

@@ -293,6 +293,7 @@ def test_nan_at_the_start_is_named() -> None:
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
         ({"keep": "worst"}, "keep must be 'best' or 'last', got 'worst'"),
         ({"keep": "last", "restarts": 2}, "keep='last' follows one run"),
+        ({"first": torch.zeros(1)}, "first must have the start's shape"),
         ({"stop": torch.zeros(3)}, r"stop must be one number or of shape \(6,\), got \(3,\)"),
     ],
 )
@@ -318,3 +319,48 @@ def test_bad_starts_are_refused(start: Tensor, message: str) -> None:
 def test_a_value_per_batch_instead_of_per_sample_is_refused() -> None:
     with pytest.raises(ValueError, match=r"one value per sample, \(6,\), got \(\)"):
         search(lambda x, rows: x.sum(), images(), Linf(0.1), stepper=Apgd(), steps=2)
+
+
+def test_what_happens_in_one_batch_leaves_the_numbers_of_the_next_alone() -> None:
+    """A batch that finishes at once draws fewer random numbers; the batch after it must not notice."""
+    stop = torch.tensor([1e9, 1e9, 1e9, -1e9, -1e9, -1e9])
+    options = {"stepper": Langevin(), "random_start": True, "restarts": 2, "batch_size": 3}
+    early, whole = run(stop=stop, **options), run(**options)
+    assert torch.equal(early.x[3:], whole.x[3:])
+    ladder = search(ripples, images(), Linf([0.1, 0.2]), steps=20, **options)
+    for eps, rung in zip((0.1, 0.2), ladder.rungs, strict=True):
+        assert (rung.value <= search(ripples, images(), Linf(eps), steps=20, **options).value).all()
+
+
+@pytest.mark.parametrize("options", [{"keep": "last"}, {"record": True, "random_start": True}])
+def test_float64_images_meet_a_float32_objective(options: dict[str, object]) -> None:
+    def single_precision(x: Tensor, rows: Tensor) -> Tensor:
+        return ripples(x.float(), rows)
+
+    found = search(single_precision, images().double(), Linf(0.2), stepper=Apgd(), steps=5, stop=-1e9, **options)
+    assert found.value.dtype == found.start_value.dtype == torch.float64
+
+
+def test_the_last_iterates_of_several_eps_are_separate_walks() -> None:
+    found = search(ripples, images(), Linf([0.1, 0.2]), stepper=Sign(share=1.0), steps=1, keep="last")
+    torch.testing.assert_close(
+        torch.stack([rung.distance("linf").amax() for rung in found.rungs]), torch.tensor([0.1, 0.2])
+    )
+
+
+def test_a_start_outside_the_box_and_an_index_behind_the_first_batch_are_named() -> None:
+    with pytest.raises(ValueError, match=r"start must lie in the ball's box \(0.2, 0.8\)"):
+        search(ripples, images(), Linf(0.1, box=(0.2, 0.8)), stepper=Apgd(), steps=2)
+
+    def broken(x: Tensor, rows: Tensor) -> Tensor:
+        return torch.where(rows == 5, torch.nan, 1.0) * x.flatten(1).sum(dim=1)
+
+    with pytest.raises(ValueError, match="first at index 5"):
+        search(broken, images(), Linf(0.1), stepper=Apgd(), steps=2, batch_size=4)
+
+
+def test_a_search_works_in_inference_mode() -> None:
+    with torch.inference_mode():
+        found = run(steps=3)
+        again = search(ripples, found.x.clone(), Linf(0.1), stepper=Apgd(), steps=3)
+    assert found.success.all() and again.success.any()

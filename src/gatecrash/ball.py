@@ -17,9 +17,6 @@ BALLS: Registry[type[Ball]] = Registry("norm")
 _NEWTON = 8
 """Iterations of the L2 projection; every one of them lies inside the ball, and few boxes need more than four."""
 
-_MARGIN = 1e-6
-"""How much smaller, relatively, the L2 ball is made, so that float32 rounding cannot leave it."""
-
 
 class Ball(ABC):
     """All points within `eps` of a centre in one norm, and inside `box` (None: no box, for latent space).
@@ -75,6 +72,8 @@ class Ball(ABC):
         """Whether every sample lies in ball and box, (B,), measured in float64 where the device has it."""
         if x.device.type != "mps":
             x, centre = x.double(), centre.double()
+        if self.box is None:  # latents have any size, and rounding goes with it
+            slack *= max(1.0, float(centre.abs().max()))
         inside = self.distance(x, centre) <= self.eps + slack
         if self.box is not None:
             flat = x.flatten(1)
@@ -129,7 +128,7 @@ class L2(Ball):
         that is Σ min(t·d², b²), b the room a pixel has: concave and piecewise linear in t, so that Newton's method
         from the left never leaves the ball and ends after finitely many steps.
         """
-        budget = (self.eps * (1 - _MARGIN)) ** 2
+        budget = (self.eps - self._rounding(centre)) ** 2
         d = (x - centre).flatten(1)
         squares = d.square()
         if self.box is None:
@@ -148,6 +147,12 @@ class L2(Ball):
     def direction(self, gradient: Tensor) -> Tensor:
         """The gradient divided by its Euclidean length."""
         return normalised(gradient)
+
+    def _rounding(self, centre: Tensor) -> float | Tensor:
+        """How far the sum centre + d may lie outside when every coordinate is rounded outwards; at most half of eps."""
+        largest = centre.abs().amax() + self.eps if self.box is None else max(abs(bound) for bound in self.box)
+        error = torch.finfo(centre.dtype).eps / 2 * math.sqrt(centre[0].numel()) * largest + 1e-7 * self.eps
+        return torch.as_tensor(error).clamp(max=self.eps / 2).to(centre)
 
 
 def distance(x: Tensor, other: Tensor, norm: str) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NotRequired, TypedDict
@@ -140,6 +141,13 @@ class Bundle:
     def exists(self) -> bool:
         """Whether a run has begun here."""
         return (self.folder / "plan.yaml").is_file()
+
+    def discard(self) -> None:
+        """Remove a run that came to nothing: its plan and manifest, and the folder where nothing else is in it."""
+        for name in ("plan.yaml", "manifest.json"):
+            (self.folder / name).unlink(missing_ok=True)
+        with suppress(OSError):
+            self.folder.rmdir()
 
     def write_plan(self, text: str) -> None:
         """The resolved plan, as YAML."""

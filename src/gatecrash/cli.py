@@ -45,11 +45,14 @@ app = typer.Typer(
 UsageMistake: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 """What the parser raises; typer brings a copy of click along, or uses the installed one, depending on its version."""
 
+INTERRUPTED = 130
+"""The exit code of a command that Ctrl-C ended."""
+
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
 Trust = Annotated[bool, typer.Option("--trust", help="Let a model named module:function run its code.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with a run that was interrupted.")]
-Seed = Annotated[int, typer.Option(help="Determines every random number.")]
+Seed = Annotated[int, typer.Option(min=0, max=2**62, help="Determines every random number.")]
 
 
 def main() -> None:
@@ -68,8 +71,9 @@ def main() -> None:
         print_line(f"gatecrash: {error.strerror or error}{where}", sys.stderr)
         status = 2
     except (KeyboardInterrupt, typer.Abort):
+        status = INTERRUPTED
+    if status == INTERRUPTED:  # which typer may also say by itself
         print_line("gatecrash: interrupted; what was finished is kept, and --resume goes on from there", sys.stderr)
-        status = 130
     sys.exit(status or 0)
 
 

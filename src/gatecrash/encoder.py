@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -15,6 +16,10 @@ from gatecrash.images import check_form, resized
 from gatecrash.protocols import Latent
 
 Pool = Literal["mean", "flatten"] | None
+
+
+_ABOUT_SHAPES = re.compile("shape|size|channel|dimension", re.IGNORECASE)
+"""What torch says when images do not fit a layer."""
 
 
 class Head(NamedTuple):
@@ -38,9 +43,10 @@ class Encoder(nn.Module):
         std: per channel, divides the image; None leaves it.
         size: the side (or height and width) the network wants; images are resized, differentiably, inside.
         pool: what becomes of tapped maps (B, C, H, W) and tokens (B, T, D): "mean" over places, "flatten", or None.
+            Maps with their channels last, as Swin has them inside, need "flatten" or None.
 
     Raises:
-        ValueError: a layer does not exist; images do not fit mean and std or are not on the network's device.
+        ValueError: a layer does not exist; images do not fit the network, mean and std, or are not on its device.
     """
 
     mean: Tensor | None
@@ -102,7 +108,7 @@ class Encoder(nn.Module):
         """The latent of a batch of images (B, C, H, W): one tensor, or a tuple with one per tapped layer."""
         inputs = self._prepared(check_form(x))
         with evaluating(self.model), recording(self._taps) as outputs:
-            output = self.model(inputs)
+            output = self._run(inputs)
         if not self._taps:
             return upcast(first_tensor(output, type(self.model).__name__))
         latents = tuple(pooled(upcast(self._output_of(name, outputs)), self.pool) for name in self.layers)
@@ -125,6 +131,17 @@ class Encoder(nn.Module):
         x = x if parameter is None else x.to(parameter.dtype)
         # A network may write into its input (x -= 0.5), and the images are the caller's.
         return x.clone() if x is images else x
+
+    def _run(self, inputs: Tensor) -> Any:
+        try:
+            return self.model(inputs)
+        except RuntimeError as error:
+            reason = str(error).strip().split("\n", 1)[0]
+            if not _ABOUT_SHAPES.search(reason):
+                raise
+            raise ValueError(
+                f"{type(self.model).__name__} does not take images of shape {tuple(inputs.shape[1:])}: {reason}"
+            ) from error
 
     def _find(self, names: tuple[str, ...]) -> dict[str, nn.Module]:
         known = dict(self.model.named_modules(remove_duplicate=False))

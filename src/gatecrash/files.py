@@ -31,3 +31,15 @@ def write_text(path: str | Path, text: str) -> None:
     """Write a text file whole or not at all."""
     with replacing(path) as draft:
         draft.write_text(text, encoding="utf-8")
+
+
+def at_home(folder: str | Path, path: str | Path) -> Path:
+    """A path relative to a folder, `~` meaning a home.
+
+    Raises:
+        ValueError: the path starts with the home of somebody who is not there.
+    """
+    try:
+        return Path(folder) / Path(path).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"{path}: {error}") from error

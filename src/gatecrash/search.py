@@ -70,20 +70,21 @@ def search(
         ValueError: the start is no batch of images, the objective is NaN at it or has no gradient, or an option is off.
     """
     check_options(start, first, ball, steps, restarts, keep, stop, batch_size)
-    start = start.detach()
-    source = generator_for(generator, start.device)
-    settings = _Settings(objective, ball, stepper, steps, restarts, keep, record, random_start)
-    parts = start.split(batch_size or len(start))
-    offset, found = 0, []
-    runs = restarts + (len(ball.ladder) - 1) * (restarts + 1)
-    with progress("searching", len(parts) * runs * (steps + 1)) as bar:
-        for part in parts:
-            rows = torch.arange(offset, offset + len(part), device=start.device)
-            limit = stop[rows] if isinstance(stop, Tensor) and stop.ndim == 1 else stop
-            origin = None if first is None else first[rows].detach()
-            found.append(_climb(settings, part, origin, rows, limit, source, bar))
-            offset += len(part)
-    return joined(found)
+    with torch.inference_mode(False):
+        start = start.detach().clone() if start.is_inference() else start.detach()
+        settings = _Settings(objective, ball, stepper, steps, restarts, keep, record, random_start)
+        parts = start.split(batch_size or len(start))
+        sources = generators_for(generator, start.device, len(parts))
+        offset, found = 0, []
+        runs = restarts + (len(ball.ladder) - 1) * (restarts + 1)
+        with progress("searching", len(parts) * runs * (steps + 1)) as bar:
+            for part, source in zip(parts, sources, strict=True):
+                rows = torch.arange(offset, offset + len(part), device=start.device)
+                limit = stop[rows] if isinstance(stop, Tensor) and stop.ndim == 1 else stop
+                origin = None if first is None else first[rows].detach()
+                found.append(_climb(settings, part, origin, rows, limit, source, bar))
+                offset += len(part)
+        return joined(found)
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ def _climb(
     for i in order:
         generator.set_state(state)
         results[i] = _search(replace(settings, ball=balls[i]), start, first, rows, stop, generator, bar, warm)
-        warm = results[i].x
+        warm = results[i].x if settings.keep == "best" else None
     last = results[order[-1]]
     return last if len(order) == 1 else replace(last, lower_rungs=tuple(results[i] for i in range(len(order))))
 
@@ -175,7 +176,7 @@ def _search(
 def _at_start(settings: _Settings, start: Tensor, rows: Tensor) -> _Run:
     """The run that goes nowhere."""
     value, _ = _evaluate(settings, start, rows, with_gradient=False)
-    check_start_value(settings.objective, value, len(rows))
+    check_start_value(settings.objective, value, rows)
     trajectory = _still(value, settings.steps) if settings.record else None
     return _Run(start, value, value, torch.zeros_like(rows), torch.ones_like(rows), trajectory)
 
@@ -226,7 +227,7 @@ def _walk(
         last = step == settings.steps
         value, gradient = _evaluate(settings, x, rows[at], with_gradient=settings.stepper.needs_gradient and not last)
         if held.start_value is None:
-            check_start_value(settings.objective, value, len(rows))
+            check_start_value(settings.objective, value, rows)
             held.start_value = value
         held.evaluations[at] += 1
         if settings.keep == "best":
@@ -271,7 +272,7 @@ def _evaluate(settings: _Settings, x: Tensor, rows: Tensor, *, with_gradient: bo
     """The objective at x and, where asked for, its gradient; no parameter gets a `.grad`."""
     if not with_gradient:
         with torch.no_grad():
-            return settings.objective(x, rows).detach(), None
+            return settings.objective(x, rows).detach().to(x.dtype), None
     with torch.enable_grad():
         x = x.detach().requires_grad_()
         value = settings.objective(x, rows)
@@ -283,7 +284,7 @@ def _evaluate(settings: _Settings, x: Tensor, rows: Tensor, *, with_gradient: bo
             f"{name_of(settings.objective)} has no gradient with respect to the images, so it cannot be attacked with "
             "one; look for detach(), no_grad() or numpy between the images and its value"
         )
-    return value.detach(), gradient
+    return value.detach().to(x.dtype), gradient
 
 
 def _compacted(walk: Walk, state: State, going: Tensor) -> tuple[Walk, State]:
@@ -339,6 +340,9 @@ def check_options(
     """Raises a ValueError for whatever a search cannot start with."""
     if ball.box is not None:
         check_images(start, "start")
+        low, high = (float(bound) for bound in torch.aminmax(start.detach()))
+        if low < ball.box[0] or high > ball.box[1]:
+            raise ValueError(f"start must lie in the ball's box {ball.box}, got values from {low:.4g} to {high:.4g}")
     for name, count in (
         ("steps", steps),
         ("restarts", restarts),
@@ -350,17 +354,18 @@ def check_options(
         raise ValueError(f"first must have the start's shape {tuple(start.shape)}, got {tuple(first.shape)}")
     if keep not in ("best", "last"):
         raise ValueError(f"keep must be 'best' or 'last', got {keep!r}")
-    if keep == "last" and (restarts > 1 or len(ball.ladder) > 1):
-        raise ValueError("keep='last' follows one run; restarts and a list of eps need keep='best'")
+    if keep == "last" and restarts > 1:
+        raise ValueError("keep='last' follows one run; restarts need keep='best'")
     if isinstance(stop, Tensor) and stop.ndim and stop.shape != start.shape[:1]:
         raise ValueError(f"stop must be one number or of shape ({len(start)},), got {tuple(stop.shape)}")
 
 
-def check_start_value(objective: Objective, value: Tensor, count: int) -> None:
-    """Raises a ValueError when the objective is not one finite number per sample."""
+def check_start_value(objective: Objective, value: Tensor, rows: Tensor) -> None:
+    """Raises a ValueError when the objective is not one number per sample; `rows` are their indices."""
+    count = len(rows)
     if value.shape != (count,):
         raise ValueError(f"{name_of(objective)} must give one value per sample, ({count},), got {tuple(value.shape)}")
-    bad = value.isnan().nonzero().flatten().tolist()
+    bad = rows[value.isnan()].tolist()
     if bad:
         raise ValueError(
             f"{name_of(objective)} gives NaN for {len(bad)} of {count} starting images, first at index {bad[0]}; "
@@ -373,3 +378,12 @@ def generator_for(generator: torch.Generator | int | None, device: torch.device)
     if isinstance(generator, torch.Generator):
         return generator
     return torch.Generator(device).manual_seed(generator or 0)
+
+
+def generators_for(generator: torch.Generator | int | None, device: torch.device, count: int) -> list[torch.Generator]:
+    """One generator per batch, so that what happens in one batch leaves the numbers of the next alone."""
+    source = generator_for(generator, device)
+    if count == 1:
+        return [source]
+    seeds = torch.randint(2**62, (count,), generator=source, device=source.device).tolist()
+    return [torch.Generator(source.device).manual_seed(seed) for seed in seeds]

@@ -36,10 +36,12 @@ def scheduled(size: float, schedule: str, walk: Walk) -> float:
     return size * SCHEDULES[schedule](walk.step / walk.steps)
 
 
-def check_options(step: float | None, schedule: str) -> None:
-    """Raises a ValueError for a step that is not positive or a schedule that does not exist."""
+def check_options(step: float | None, schedule: str, share: float = 1.0) -> None:
+    """Raises a ValueError for a step or share that is not positive or a schedule that does not exist."""
     if step is not None and not step > 0:
         raise ValueError(f"step must be positive, got {step:g}")
+    if not share > 0:
+        raise ValueError(f"share must be positive, got {share:g}")
     if schedule not in SCHEDULES:
         raise ValueError(unknown("schedule", schedule, list(SCHEDULES)))
 
@@ -54,14 +56,15 @@ def gradient_of(walk: Walk) -> Tensor:
 @STEPPERS.register("sign")
 @dataclass(frozen=True)
 class Sign:
-    """x − α·sign(g); the step is in pixels (Fort 2022: 3e-4)."""
+    """x − α·sign(g); the step is in pixels (Fort 2022: 3e-4), or without one a share of ε."""
 
-    step: float
+    step: float | None = None
     schedule: ScheduleName = "constant"
+    share: float = 0.1
     needs_gradient = True
 
     def __post_init__(self) -> None:
-        check_options(self.step, self.schedule)
+        check_options(self.step, self.schedule, self.share)
 
     def begin(self, walk: Walk) -> State:
         """Nothing to remember."""
@@ -69,20 +72,22 @@ class Sign:
 
     def move(self, walk: Walk, state: State) -> Tensor:
         """One step against the gradient's sign."""
-        return walk.x - scheduled(self.step, self.schedule, walk) * gradient_of(walk).sign()
+        size = self.share * walk.ball.eps if self.step is None else self.step
+        return walk.x - scheduled(size, self.schedule, walk) * gradient_of(walk).sign()
 
 
 @STEPPERS.register("normalised")
 @dataclass(frozen=True)
 class Normalised:
-    """x − α·g/‖g‖; the step is the Euclidean length of a move."""
+    """x − α·g/‖g‖; the step is the Euclidean length of a move, or without one a share of ε."""
 
-    step: float
+    step: float | None = None
     schedule: ScheduleName = "constant"
+    share: float = 0.1
     needs_gradient = True
 
     def __post_init__(self) -> None:
-        check_options(self.step, self.schedule)
+        check_options(self.step, self.schedule, self.share)
 
     def begin(self, walk: Walk) -> State:
         """Nothing to remember."""
@@ -90,7 +95,8 @@ class Normalised:
 
     def move(self, walk: Walk, state: State) -> Tensor:
         """One step of fixed length against the gradient."""
-        return walk.x - scheduled(self.step, self.schedule, walk) * normalised(gradient_of(walk))
+        size = self.share * walk.ball.eps if self.step is None else self.step
+        return walk.x - scheduled(size, self.schedule, walk) * normalised(gradient_of(walk))
 
 
 @STEPPERS.register("adamax")

@@ -1,10 +1,12 @@
 """FGSM, BIM, PGD and the two-sided softmax attack on linear classifiers."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from gatecrash import L2, Linf, attack_softmax, bim, fgsm, pgd
+from gatecrash import L2, Found, Linf, attack_softmax, bim, fgsm, pgd
 from gatecrash.attacks import ATTACKS
 
 X = torch.full((6, 1, 4, 4), 0.5)
@@ -86,7 +88,19 @@ def test_the_softmax_attack_on_two_classes_reaches_the_closed_form() -> None:
     )
 
 
+@pytest.mark.parametrize("attack", [fgsm, bim, pgd])
+def test_every_eps_of_a_list_is_as_strong_as_alone(attack: Callable[..., Found]) -> None:
+    network = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 2))
+    ladder = attack(network, X, Y, Linf([0.01, 0.1]))
+    for eps, rung in zip((0.01, 0.1), ladder.rungs, strict=True):
+        assert (rung.value <= attack(network, X, Y, Linf(eps)).value + 1e-6).all()
+
+
 def test_bad_input_is_refused() -> None:
+    with pytest.raises(ValueError, match="labels must be from 0 to 1, got 0 to 7"):
+        pgd(linear(), X, torch.tensor([0, 1, 7, 0, 0, 0]), Linf(0.1))
+    with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
+        bim(linear(), X, Y, Linf(0.1), steps=0)
     with pytest.raises(ValueError, match="side must be 'in' or 'out', got 'both'"):
         attack_softmax(linear(), X, Linf(0.1), side="both")
     with pytest.raises(ValueError, match=r"labels must be whole numbers of shape \(6,\), got \(5,\)"):

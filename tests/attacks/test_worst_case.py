@@ -101,7 +101,15 @@ def test_evaluations_are_reported_per_attack_and_add_up() -> None:
     detector = Counting(logits())
     images = blank(6)
     found = worst_case(detector, images, Linf(0.05), "out", "quick", others=squares(6)[0])
-    assert set(found.spent) == {"score", *SURROGATES, "class 1", "collision 1", "square", "score from the best", "annealed from the best"}
+    assert set(found.spent) == {
+        "score",
+        *SURROGATES,
+        "class 1",
+        "collision 1",
+        "square",
+        "score from the best",
+        "annealed from the best",
+    }
     assert sum(found.spent.values()) + len(images) == int(found.evaluations.sum())
     assert int(found.evaluations.sum()) <= calls <= int(found.evaluations.sum()) * 1.2
     assert len(found.winner) == 6

@@ -177,6 +177,63 @@ def test_nothing_is_written_for_a_plan_that_cannot_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("model", "mean"), [0.1, 0.2, 0.3], "mean has 3 channels, the images have 1"),
+        (("model", "channels"), 3, "mean has 1 channels|does not take images of shape"),
+        (("model", "channels"), None, "the inliers have .*; model.channels and model.size make them alike"),
+        (("model", "size"), 40, "SmallCNN does not take images of shape"),
+        (("attacks", 0, "of"), "nope", "SmallCNN has no layer 'nope'"),
+        (("pictures", 0, "of"), "nope", "SmallCNN has no layer 'nope'"),
+        (
+            ("data", "fit"),
+            {"source": "noise", "limit": 20},
+            "mahalanobis needs labelled inliers to fit on, and noise has no labels",
+        ),
+        (("data", "fit"), {"source": "fashion:train", "limit": 1}, "do not vary at all"),
+    ],
+)
+def test_a_mistake_that_only_the_network_shows_leaves_nothing_behind(
+    tmp_path: Path, path: tuple[str | int, ...], value: Any, message: str
+) -> None:
+    plan = small_plan()
+    inner: Any = plan
+    for step in path[:-1]:
+        inner = inner[step]
+    inner[path[-1]] = value
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(plan))
+    with pytest.raises(ValueError, match=message):
+        audit_plan(tmp_path / "plan.yaml", out=tmp_path / "run", device="cpu")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_killed_before_its_plan_was_written_can_begin_again(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "manifest.json").write_text("{}")
+    (tmp_path / "run" / ".plan.x1.yaml").write_text("mod")
+    plan = write_small_plan(tmp_path / "plan.yaml", detectors=["msp"], attacks=[], pictures=[])
+    assert audit_plan(plan, out=tmp_path / "run", device="cpu")["rows"]
+
+
+def test_a_model_may_come_from_a_module_beside_the_plan(tmp_path: Path) -> None:
+    (tmp_path / "model_beside_plan.py").write_text(
+        "from gatecrash.networks import PRETRAINED\n"
+        "def make():\n    return PRETRAINED['fashion_small_cnn'].load()\n"
+        "def broken():\n    raise KeyError('oops')\n"
+    )
+    plan = small_plan(detectors=["msp"], attacks=[], pictures=[])
+    plan["model"] |= {"name": "model_beside_plan:make", "weights": None}
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(plan))
+    before = list(sys.path)
+    assert audit_plan(tmp_path / "plan.yaml", out=tmp_path / "run", device="cpu", trust=True)["rows"]
+    assert sys.path == before
+    plan["model"]["name"] = "model_beside_plan:broken"
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(plan))
+    with pytest.raises(ValueError, match="model_beside_plan:broken': KeyError: 'oops'"):
+        audit_plan(tmp_path / "plan.yaml", out=tmp_path / "other", device="cpu", trust=True)
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"detectors": [{"name": "mahalanobis", "layers": ["nope"]}]}, "SmallCNN has no layer 'nope'"),

@@ -43,7 +43,7 @@ def test_a_hash_changes_with_any_weight() -> None:
     [
         ({"name": "torchvision:resnet81"}, "unknown torchvision model 'resnet81'; did you mean 'resnet"),
         ({"name": "timm:vit_base_patch17"}, "unknown timm model 'vit_base_patch17'"),
-        ({"name": "builtin:resnet21"}, "unknown network 'resnet21'; did you mean 'resnet20'"),
+        ({"name": "builtin:densenet_cb"}, "unknown network 'densenet_cb'; did you mean 'densenet_bc'"),
         ({"name": "resnet20"}, "model.name must be KIND:NAME"),
         ({"name": "torchvision:resnet18"}, "model.weights is missing: torchvision:resnet18 comes without any"),
         ({"name": "builtin:resnet20", "weights": "random", "options": {"depht": 3}}, "do not suit builtin:resnet20"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Unpack
 
+import torch
 from torch import Tensor, nn
 
 from gatecrash.attacks.registry import register
@@ -11,7 +12,7 @@ from gatecrash.ball import Ball, Linf
 from gatecrash.encoder import as_encoder
 from gatecrash.found import Found
 from gatecrash.images import check_images, check_labels
-from gatecrash.objective import Misclassify
+from gatecrash.objective import Misclassify, single
 from gatecrash.protocols import Stepper
 from gatecrash.search import SearchOptions, search
 from gatecrash.stepper import Normalised, Sign
@@ -24,7 +25,7 @@ def fgsm(network: nn.Module, images: Tensor, labels: Tensor, ball: Ball, **optio
     The image after the step is returned, whether or not it raised the loss.
     """
     options.setdefault("keep", "last")
-    return _attack(network, images, labels, ball, stepper_for(ball, ball.eps), steps=1, **options)
+    return _attack(network, images, labels, ball, stepper_for(ball, share=1.0), steps=1, **options)
 
 
 @register("bim", aim="classifier", paper="Kurakin et al., 2017")
@@ -39,7 +40,8 @@ def bim(
     **options: Unpack[SearchOptions],
 ) -> Found:
     """Lead a classifier astray with many small steps from the image itself; `step` is ε/steps by default."""
-    return _attack(network, images, labels, ball, stepper_for(ball, step or ball.eps / steps), steps=steps, **options)
+    stepper = stepper_for(ball, step, share=1 / max(steps, 1))
+    return _attack(network, images, labels, ball, stepper, steps=steps, **options)
 
 
 @register("pgd", aim="classifier", paper="Madry et al., 2018")
@@ -55,7 +57,7 @@ def pgd(
 ) -> Found:
     """Lead a classifier astray with many steps from a random point of the ball; `step` is 2.5·ε/steps by default."""
     options.setdefault("random_start", True)
-    stepper = stepper_for(ball, step or 2.5 * ball.eps / steps)
+    stepper = stepper_for(ball, step, share=2.5 / max(steps, 1))
     return _attack(network, images, labels, ball, stepper, steps=steps, **options)
 
 
@@ -73,9 +75,13 @@ def _attack(
     check_images(images)
     check_labels(labels, len(images))
     logits = as_encoder(network).at(None)
-    return search(Misclassify(logits, labels), images, ball, stepper=stepper, steps=steps, **options)
+    with torch.no_grad():
+        classes = single(logits(images[:1])).shape[1]
+    if int(labels.min()) < 0 or int(labels.max()) >= classes:
+        raise ValueError(f"labels must be from 0 to {classes - 1}, got {int(labels.min())} to {int(labels.max())}")
+    return search(Misclassify(logits, labels.long()), images, ball, stepper=stepper, steps=steps, **options)
 
 
-def stepper_for(ball: Ball, step: float) -> Stepper:
-    """Steps of the ball's own kind: signs in L∞, normalised gradients in L2."""
-    return Sign(step) if isinstance(ball, Linf) else Normalised(step)
+def stepper_for(ball: Ball, step: float | None = None, share: float = 0.1) -> Stepper:
+    """Steps of the ball's own kind: signs in L∞, normalised gradients in L2; by default a share of ε long."""
+    return Sign(step, share=share) if isinstance(ball, Linf) else Normalised(step, share=share)

@@ -11,6 +11,7 @@ from torch import Tensor
 from gatecrash.attacks.registry import register
 from gatecrash.ball import Ball
 from gatecrash.found import Found
+from gatecrash.images import check_images
 from gatecrash.objective import LowerScore, RaiseScore, ScoreNear
 from gatecrash.protocols import Detector, Stepper
 from gatecrash.search import SearchOptions, search
@@ -85,6 +86,7 @@ def score_to(
     is annealed Adamax, which ends on the value itself rather than to either side of it.
     """
     require_fitted(detector)
+    check_images(start, "start")
     goal = torch.as_tensor(value, dtype=start.dtype, device=start.device)
     if goal.ndim and goal.shape != start.shape[:1]:
         raise ValueError(f"value must be one number or of shape ({len(start)},), got {tuple(goal.shape)}")

@@ -15,6 +15,7 @@ from gatecrash.audit.plan import AttackPlan, DetectorPlan, PicturePlan, Plan, So
 from gatecrash.data import ImageSet, load_source
 from gatecrash.detectors import DETECTORS, Detector, ScoreEnsemble, build
 from gatecrash.encoder import Encoder
+from gatecrash.files import at_home
 from gatecrash.images import Images, batches
 
 
@@ -125,7 +126,7 @@ def load_images(
     plan: SourcePlan, folder: Path, *, channels: int | None = None, size: int | None = None, seed: int = 0
 ) -> ImageSet:
     """The images of one source of a plan."""
-    root = folder if plan.root is None else folder / Path(plan.root).expanduser()
+    root = folder if plan.root is None else at_home(folder, plan.root)
     limit = None if plan.classes is not None else plan.limit
     images = load_source(
         plan.source, limit=limit, shuffle=plan.shuffle, channels=channels, size=size, root=root, seed=seed

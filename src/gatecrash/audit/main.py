@@ -14,7 +14,7 @@ from gatecrash.audit.job import Job, as_set, job_of_plan, named_detectors
 from gatecrash.audit.manifest import manifest_of, pick_device
 from gatecrash.audit.plan import AttackPlan, Plan, check_titles, read_plan, sentence
 from gatecrash.audit.rows import rows_of, sample_rows
-from gatecrash.audit.run import measure
+from gatecrash.audit.run import measure, rehearse
 from gatecrash.audit.work import Work
 from gatecrash.ball import Ball
 from gatecrash.bundle import Bundle, Results
@@ -75,6 +75,8 @@ def audit(
         raise ValueError("no detector has an Encoder, so there is no network to attack")
     device = next(iter(named.values())).device
     sets = {name: as_set(data, name) for name, data in outliers.items()}
+    if "inliers" in sets:
+        raise ValueError("a set of outliers cannot be called 'inliers'")
     if not sets:
         raise ValueError("outliers must hold at least one set of images")
     job = Job(
@@ -142,11 +144,19 @@ def run_job(job: Job, out: Path, *, resume: bool) -> Results:
         refuse_another_plan(bundle, job, manifest)
         if (out / "results.json").is_file() and not (out / AT_WORK).exists():
             return bundle.results()
+        measured = measure(job, work := Work(out / AT_WORK, job.seed))
     else:
-        bundle.write_plan(job.plan)
+        rehearse(job)
         bundle.write_manifest(manifest)
-    work = Work(out / AT_WORK, job.seed)
-    measured = measure(job, work)
+        bundle.write_plan(job.plan)  # last: a run has begun once its plan stands there
+        work = Work(out / AT_WORK, job.seed)
+        try:
+            measured = measure(job, work)
+        except ValueError:
+            if not work.attacked:  # the user's mistake; nothing is lost by leaving no trace of it
+                work.clear()
+                bundle.discard()
+            raise
     bundle.write_samples(list(sample_rows(job, measured)))
     bundle.write_pictures(measured.pictures)
     rows = rows_of(job, measured)
@@ -174,8 +184,13 @@ def refuse_other_runs(bundle: Bundle, *, resume: bool) -> None:
     if bundle.exists():
         if not resume:
             raise ValueError(f"{folder} holds another run; choose another --out, or go on with it: --resume")
-    elif folder.is_dir() and any(folder.iterdir()):
+    elif folder.is_dir() and any(not leftover(path) for path in folder.iterdir()):
         raise ValueError(f"{folder} holds other files and no run; choose an empty or new folder")
+
+
+def leftover(path: Path) -> bool:
+    """Whether a file is what a run that was killed at its very beginning leaves."""
+    return path.name == "manifest.json" or path.name.startswith((".manifest.", ".plan."))
 
 
 def refuse_another_plan(bundle: Bundle, job: Job, manifest: Mapping[str, Any]) -> None:

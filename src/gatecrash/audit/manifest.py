@@ -94,4 +94,7 @@ def pick_device(name: str) -> torch.device:
         raise ValueError(f"device must be auto, cpu, cuda or mps, got {name!r}")
     if not available[kind]:
         raise ValueError(f"device {name!r} was asked for, but this machine has none; use --device auto or cpu")
-    return torch.device(name)
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device must be auto, cpu, cuda or mps, got {name!r}") from error

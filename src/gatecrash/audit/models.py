@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from gatecrash.audit.plan import ModelPlan
+from gatecrash.files import at_home
 from gatecrash.networks import NETWORKS, PRETRAINED, load_weights
 from gatecrash.registry import Registry, unknown
 
@@ -41,7 +43,7 @@ def load_model(plan: ModelPlan, folder: Path, *, trust: bool = False) -> nn.Modu
             raise ValueError(f"{folder / name} is a bundle of a bundle")
         return load_model(inner, folder / name)
     if kind not in MAKERS:
-        model = call_function(kind, name, plan, trust=trust)
+        model = call_function(kind, name, plan, folder, trust=trust)
         needs_weights = False
     else:
         model = MAKERS[kind](name, plan)
@@ -52,7 +54,7 @@ def load_model(plan: ModelPlan, folder: Path, *, trust: bool = False) -> nn.Modu
             '"default" for the library\'s own, or "random" to audit an untrained network'
         )
     if plan.weights is not None and plan.weights not in ("default", "random"):
-        load_weights(model, folder / Path(plan.weights).expanduser())
+        load_weights(model, at_home(folder, plan.weights))
     return model.eval()
 
 
@@ -88,19 +90,25 @@ def _builtin(name: str, plan: ModelPlan) -> nn.Module:
     return load_weights(model, shipped[0].path)
 
 
-def call_function(module: str, function: str, plan: ModelPlan, *, trust: bool) -> nn.Module:
-    """The network that a function of the user's returns; runs the user's code, so only where it was asked for."""
+def call_function(module: str, function: str, plan: ModelPlan, folder: Path, *, trust: bool) -> nn.Module:
+    """The network that a function of the user's returns; runs the user's code, so only where it was asked for.
+
+    The module is looked for in `folder` first, the plan's own.
+    """
     if not trust:
         known = [*MAKERS, "bundle"]
         raise ValueError(
             f"model.name {plan.name!r}: {module!r} is not one of {', '.join(known)}; if it is a module of yours whose "
             "code may run, say --trust"
         )
+    sys.path.insert(0, str(folder.resolve()))
     try:
-        maker = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"model.name {plan.name!r}: {error}") from error
-    return made(plan, lambda: maker(**plan.options))
+        model = getattr(importlib.import_module(module), function)(**plan.options)
+    except Exception as error:  # the user's own code may fail in any way
+        raise ValueError(f"model.name {plan.name!r}: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.remove(str(folder.resolve()))
+    return made(plan, lambda: model)
 
 
 def bundled(folder: Path) -> ModelPlan:
@@ -129,7 +137,7 @@ def made(plan: ModelPlan, make: Callable[[], Any]) -> nn.Module:
     """What a constructor makes; options that it does not take, or weights that cannot be fetched, are a ValueError."""
     try:
         model = make()
-    except TypeError as error:
+    except (TypeError, ValueError, RuntimeError, AssertionError) as error:
         raise ValueError(f"model.options {plan.options} do not suit {plan.name}: {error}") from error
     except (URLError, OSError) as error:
         raise ValueError(f"the weights of {plan.name} cannot be fetched: {error}") from error

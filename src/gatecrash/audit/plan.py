@@ -30,6 +30,8 @@ from gatecrash.stepper import SCHEDULES, ScheduleName
 
 def number(value: Any) -> Any:
     """A fraction such as "8/255" as a number; anything else as it is."""
+    if isinstance(value, bool):
+        raise ValueError(f"must be a number or a fraction such as 8/255, got {value}")
     if isinstance(value, str):
         try:
             return float(Fraction(value.replace(" ", "")))
@@ -55,6 +57,8 @@ def named(table: Registry[Any]) -> AfterValidator:
 
 Eps = Annotated[float | list[float], BeforeValidator(numbers)]
 Number = Annotated[float, BeforeValidator(number)]
+Side = Annotated[int, Field(gt=0, le=8192)]
+Seed = Annotated[int, BeforeValidator(number), Field(ge=0, lt=2**62)]
 
 
 class Part(BaseModel):
@@ -78,9 +82,9 @@ class ModelPlan(Part):
     std: list[Number] | None = None
     channels: Literal[1, 3] | None = None
     """What images are converted to: 1 grey, 3 RGB."""
-    size: PositiveInt | None = None
+    size: Side | None = None
     """The side that images are converted to; attacks act on images of this size."""
-    resize: PositiveInt | None = None
+    resize: Side | None = None
     """The side the network wants, where that is another: resized inside, differentiably."""
 
 
@@ -92,7 +96,7 @@ class SourcePlan(Part):
     shuffle: bool = False
     root: str | None = None
     """Where the data set lies, relative to the plan."""
-    classes: list[str | int] | None = None
+    classes: list[str | int] | None = Field(default=None, min_length=1)
     """One image of each of these classes instead of the first ones: names or label numbers."""
 
     @model_validator(mode="before")
@@ -131,6 +135,10 @@ class DetectorPlan(BaseModel):
 
     @model_validator(mode="after")
     def _known_options(self) -> DetectorPlan:
+        if self.name == "deep_ensemble":
+            raise ValueError(
+                "deep_ensemble needs several networks, and a plan has one; audit it with gate.audit in Python"
+            )
         allowed = list(inspect.signature(DETECTORS[self.name].__init__).parameters)[2:]
         for key in self.options:
             if key not in allowed:
@@ -194,7 +202,7 @@ class AttackPlan(Part):
     """For `collide`: only these outlier sets."""
     steps: PositiveInt = 100
     restarts: PositiveInt = 1
-    step: Number | None = None
+    step: Annotated[float, BeforeValidator(number), Field(gt=0, allow_inf_nan=False)] | None = None
     schedule: ScheduleName | None = None
     budget: Literal["quick", "standard", "thorough"] | None = None
     """For `worst_case`, which takes no steps, step or restarts: "standard" when not given."""
@@ -270,7 +278,7 @@ class Plan(Part):
     detectors: list[DetectorPlan] = Field(min_length=1)
     attacks: list[AttackPlan] = Field(default_factory=list)
     pictures: list[PicturePlan] = Field(default_factory=list)
-    seed: int = 0
+    seed: Seed = 0
     batch_size: PositiveInt = 100
     """Images that are attacked together, and saved together."""
 
@@ -279,6 +287,9 @@ class Plan(Part):
         check_titles([detector.title for detector in self.detectors], "detector", "give one a label")
         labels = [(a.title, a.ball.norm, str(a.ball.eps)) for a in self.attacks]
         check_titles([" ".join(label) for label in labels], "attack", "once is enough")
+        check_titles([picture.title for picture in self.pictures], "picture group", "give one another title")
+        if "inliers" in self.data.outliers:
+            raise ValueError("data.outliers: a set of outliers cannot be called 'inliers'")
         for attack in self.attacks:
             for name in attack.start or []:
                 if name not in self.data.outliers:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gatecrash.attacks import admit, attack_softmax, collide, evict, worst_case
 from gatecrash.attacks.classifier import stepper_for
+from gatecrash.attacks.latent import latents
 from gatecrash.attacks.softmax import PIXEL
 from gatecrash.audit.job import Job, Showcase, labelled
 from gatecrash.audit.plan import AttackPlan
@@ -103,6 +104,29 @@ def measure(job: Job, work: Work) -> Measured:
             pictures.insert(0, showcase_pictures(showcase, payload))
         work.bar = None
     return Measured(clean, outcomes_of(job, payloads), pictures)
+
+
+def rehearse(job: Job) -> None:
+    """Pass a few images through everything that the job names, before anything is written.
+
+    Raises:
+        ValueError: in one line, a layer that does not exist, images that do not fit, labels that are missing, NaN.
+    """
+    encoders = [job.encoder]
+    encoders += [encoder_for(job, a.target) for a in job.attacks if a.name == "collide" and a.target != "detector"]
+    encoders += [encoder_for(job, showcase.plan.of) for showcase in job.showcases]
+    shape = tuple(job.inliers.x.shape[1:])
+    for name, images in job.sets.items():
+        if tuple(images.x.shape[1:]) != shape:
+            raise ValueError(
+                f"{name} has images of shape {tuple(images.x.shape[1:])}, the inliers have {shape}; "
+                "model.channels and model.size make them alike"
+            )
+        for encoder in encoders:
+            latents(encoder, images.x[:2].to(job.device), None)
+    for title, detector in job.detectors.items():
+        if detector.card.fit == "labelled inliers" and job.fit is not None and job.fit.y is None:
+            raise ValueError(f"{title} needs labelled inliers to fit on, and {job.fit.name} has no labels")
 
 
 def clean_scores(job: Job, title: str, images: ImageSet, seed: int) -> Payload:

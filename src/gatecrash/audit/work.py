@@ -25,6 +25,8 @@ class Work:
         self.folder = folder
         self.seed = seed
         self.bar: Bar | None = None
+        self.attacked = 0
+        """Pieces of attacks that are done."""
 
     def done(self, key: str, compute: Callable[[int], Payload]) -> Payload:
         """What `compute` gives for a seed that the key determines: read where it was saved, else computed and saved."""
@@ -35,6 +37,7 @@ class Work:
             payload = {name: own_copy(tensor) for name, tensor in computed.items()}
             with replacing(path) as draft:
                 save_file(payload, draft, metadata={"key": key})
+        self.attacked += not key.startswith("clean |")
         if self.bar is not None:
             self.bar.advance(note=key)
         return payload

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gatecrash.data.image_set import ImageSet
+from gatecrash.files import at_home
 from gatecrash.images import check_images, resized, to_channels
 from gatecrash.registry import Registry, unknown
 
@@ -60,7 +61,7 @@ class Request:
 
     def path(self) -> Path:
         """The file or folder asked for, relative to `root` where there is one."""
-        return (self.root or Path()) / Path(self.argument or "").expanduser()
+        return at_home(self.root or Path(), self.argument or "")
 
 
 class Part(NamedTuple):
@@ -153,7 +154,7 @@ def load_source(
     entry = SOURCES[name]
     if argument and entry.takes is None:
         raise ValueError(f"{name} takes nothing after a colon, got {argument!r}")
-    root = None if root is None else Path(root).expanduser()
+    root = None if root is None else at_home("", root)
     asked = Request(name, argument or None, limit, shuffle, channels, size, root, seed)
     return _gathered(entry.read(asked), asked)
 

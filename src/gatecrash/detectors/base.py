@@ -226,7 +226,10 @@ class Detector(Stateful, ABC):
         """The detector that `spec` describes, not fitted."""
         if not isinstance(encoder, nn.Module):
             raise ValueError(f"{cls.__name__} takes one encoder, got a {type(encoder).__name__}")
-        return cls(encoder, **spec["options"])
+        options = dict(spec["options"])
+        if "layers" in options:  # None is the network's output, whatever the encoder taps
+            encoder = as_encoder(encoder).at(options.pop("layers"))
+        return cls(encoder, **options)
 
     def save(self, path: str | Path) -> None:
         """Write the fitted state and the options as safetensors; the network's weights are not in it."""
@@ -267,7 +270,7 @@ def state_names(kind: type) -> list[str]:
         for parent in reversed(kind.__mro__)
         if issubclass(parent, Stateful)
         for name, annotation in inspect.get_annotations(parent).items()
-        if annotation in ("Tensor", Tensor)
+        if annotation in ("Tensor", "torch.Tensor", Tensor)
     ]
 
 

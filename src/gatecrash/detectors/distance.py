@@ -214,7 +214,7 @@ def shared_covariance(z: Tensor, means: Tensor, y: Tensor, weighting: Weighting,
 def inverse_root(covariance: Tensor, noise: Tensor) -> Tensor:
     """W (D, R) with W Wᵀ the pseudo-inverse of the covariance; directions without variance above noise are left out."""
     values, vectors = torch.linalg.eigh(covariance)
-    kept = values > len(values) * torch.maximum(noise, values[-1] * torch.finfo(torch.float32).eps)
+    kept = values > len(values) * torch.maximum(noise, values[-1] * torch.finfo(values.dtype).eps)
     if not bool(kept.any()):
         raise ValueError(
             "the features do not vary at all, so there is no distance to measure; is the layer the right one?"
