@@ -550,7 +550,11 @@ def test_the_check_above_sees_what_a_plain_call_changes() -> None:
 def test_the_network_is_the_same_when_its_forward_pass_raises(layer: str | None, gradients: bool) -> None:
     model = lived_in()
     model.fc = nn.Linear(7, 5)  # the features have 6 entries
-    with unchanged(model), torch.set_grad_enabled(gradients), pytest.raises(ValueError, match=r"does not take images of shape .*shapes"):
+    with (
+        unchanged(model),
+        torch.set_grad_enabled(gradients),
+        pytest.raises(ValueError, match=r"does not take images of shape .*shapes"),
+    ):
         encode(Encoder(model, layer, MEAN, STD))
 
 
