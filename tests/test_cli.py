@@ -1,7 +1,6 @@
 """The command line as a user meets it: output, JSON, and one line with exit code 2 for every mistake."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -167,7 +166,14 @@ def test_a_full_disk_is_one_line(gatecrash, monkeypatch: pytest.MonkeyPatch) -> 
 def test_ctrl_c_keeps_what_was_done(tmp_path: Path) -> None:
     plan = write_small_plan(tmp_path / "plan.yaml")
     command = [sys.executable, "-m", "gatecrash", "audit", str(plan), "--out", str(tmp_path / "run"), "--device", "cpu"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ))
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell in the background ignores Ctrl-C, and so would all that it starts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     work, deadline = tmp_path / "run" / "work", time.monotonic() + 120
     while not (work.is_dir() and list(work.glob("[!.]*.safetensors"))):
         assert process.poll() is None and time.monotonic() < deadline
