@@ -15,10 +15,14 @@ import yaml
 from small_plan import small_plan, write_small_plan
 
 from gatecrash import L2, Encoder, Linf, audit, audit_plan
+from gatecrash.audit.demo import run_demo
+from gatecrash.audit.models import hash_of
+from gatecrash.audit.plan import plan_from
 from gatecrash.bundle import SAMPLES, Bundle
 from gatecrash.data import load_source
 from gatecrash.detectors import MSP, Mahalanobis
 from gatecrash.metrics import auroc
+from gatecrash.networks import PRETRAINED, SmallCNN, load_weights
 from small_models import squares, trained_net
 
 
@@ -323,3 +327,18 @@ def test_the_python_door_refuses_what_it_cannot_use(tmp_path: Path) -> None:
             out=tmp_path / "run",
         )
     assert [d.name for d in (MSP(encoder), MSP(encoder))] == ["msp", "msp"]
+
+
+def test_the_demo_can_train_its_network_on_the_spot(tmp_path: Path) -> None:
+    plan = plan_from(small_plan(detectors=["msp"], attacks=[], pictures=[]))
+    results = run_demo(tmp_path / "demo", seed=1, device="cpu", train=True, plan=plan)
+    weights = tmp_path / "demo-network.safetensors"
+    trained = load_weights(SmallCNN(), weights)
+    shipped = PRETRAINED["fashion_small_cnn"].load()
+    assert hash_of(trained) in results["manifest"]["networks"].values()
+    assert hash_of(trained) != hash_of(shipped)
+    before = weights.stat().st_mtime_ns
+    assert run_demo(tmp_path / "demo", seed=1, device="cpu", train=True, resume=True, plan=plan) == results
+    assert weights.stat().st_mtime_ns == before
+    with pytest.raises(ValueError, match="holds another run"):
+        run_demo(tmp_path / "demo", device="cpu", train=True, plan=plan)
