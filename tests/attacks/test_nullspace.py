@@ -14,7 +14,8 @@ from torch.nn.functional import max_pool2d, relu
 
 from gatecrash import L2, Encoder, Linf
 from gatecrash.attacks import ATTACKS
-from gatecrash.attacks.nullspace import Region, linear_matrix, null_space, nullspace, row_space
+from gatecrash.attacks.nullspace import linear_matrix, null_space, nullspace, row_space
+from gatecrash.attacks.region import Region
 from gatecrash.networks.resnet_cifar import ResNetCifar
 
 
