@@ -73,7 +73,7 @@ def test_on_a_linear_score_every_point_of_the_curve_is_known(norm: str, directio
         outliers,
         direction=direction,
         norm=norm,
-        at=[scale * each for each in at],  # type: ignore[arg-type]
+        at=[scale * each for each in at],
     )
     inside, outside = score(inliers).double(), score(outliers).double()
     for row, eps in zip(curve.rows, at, strict=True):
@@ -125,7 +125,7 @@ def test_the_paper_recipe_step_by_step(norm: str, order: float, at: float) -> No
     detector = MaxLogit(trained_net())
     inliers = 0.2 * squares(40, 3)[0] + 0.1  # faint squares, which are not told from nothing at all without fault
     outliers = blank(40, 4)
-    curve = perturbation_curve(detector, inliers, outliers, norm=norm, at=(at,))  # type: ignore[arg-type]
+    curve = perturbation_curve(detector, inliers, outliers, norm=norm, at=(at,))
     expected = slow_auroc(detector, inliers, outliers, at, order)
     assert curve.rows[0].after == pytest.approx(expected, abs=1e-3)
     assert curve.rows[0].after != curve.rows[0].before
@@ -134,8 +134,8 @@ def test_the_paper_recipe_step_by_step(norm: str, order: float, at: float) -> No
 def test_recorded_attacks_of_ones_own_make_the_same_curve() -> None:
     score, inliers, outliers = linear(), images(20, 0), images(20, 1)
     recipe = {"stepper": Sign(3e-4), "steps": 30, "keep": "last", "record": True}
-    pushed = evict(score, inliers, Linf(0.05), **recipe)  # type: ignore[arg-type]
-    pulled = admit(score, outliers, Linf(0.05), **recipe)  # type: ignore[arg-type]
+    pushed = evict(score, inliers, Linf(0.05), **recipe)
+    pulled = admit(score, outliers, Linf(0.05), **recipe)
     own = curve_of(pushed, pulled, norm="l2", at=(0.01,))
     assert own.rows == perturbation_curve(score, inliers, outliers, direction="both", norm="l2", at=(0.01,)).rows
     assert (own.inliers.score.diff(dim=0) > 0).all() and (own.outliers.score.diff(dim=0) < 0).all()
@@ -159,7 +159,7 @@ class Logit(Detector):
 
     card = Card(paper="none", year=2000, reads="logits")
 
-    def judge(self, z: Tensor) -> Tensor:  # type: ignore[override]
+    def judge(self, z: Tensor) -> Tensor:
         return z[:, 0]
 
 
@@ -185,9 +185,9 @@ def test_the_small_image_and_the_large_one_can_both_be_attacked() -> None:
 def test_bad_input_is_refused() -> None:
     score, x = linear(), images(4, 0)
     with pytest.raises(ValueError, match="direction must be 'in', 'out' or 'both', got 'up'"):
-        perturbation_curve(score, x, x, direction="up")  # type: ignore[arg-type]
+        perturbation_curve(score, x, x, direction="up")
     with pytest.raises(ValueError, match="norm must be 'l2' or 'linf', got 'l1'"):
-        perturbation_curve(score, x, x, norm="l1")  # type: ignore[arg-type]
+        perturbation_curve(score, x, x, norm="l1")
     with pytest.raises(ValueError, match="a norm must not be negative, got -1"):
         perturbation_curve(score, x, x, at=(-1.0,))
     with pytest.raises(ValueError, match="record=True"):

@@ -24,7 +24,7 @@ class Linear(Detector):
         super().__init__(nn.Flatten())
         self.register_buffer("normal", weights)
 
-    def judge(self, z: Tensor) -> Tensor:  # type: ignore[override]
+    def judge(self, z: Tensor) -> Tensor:
         return z @ self.normal
 
 

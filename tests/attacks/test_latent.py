@@ -6,7 +6,7 @@ import torch
 from scipy.optimize import minimize
 from torch import Tensor, nn
 
-from gatecrash import L2, Ball, Encoder, Linf, Sign, collide
+from gatecrash import L2, Adamax, Ball, Encoder, Linf, Sign, collide
 from gatecrash.protocols import Latent
 
 SHAPE = (3, 4, 4)
@@ -81,6 +81,17 @@ def test_with_a_smaller_ball_the_constrained_optimum_is_reached(ball: Ball) -> N
         best = constrained_optimum(encoder, start[i], target[i], ball)
         assert best > 1e-2
         assert float(residual(encoder, found.x[i : i + 1], target[i : i + 1])) <= 1.01 * best
+
+
+@pytest.mark.parametrize("eps", [0.2, 0.4])
+def test_adamax_alone_comes_to_rest_beside_the_optimum_on_the_surface_of_an_l2_ball(eps: float) -> None:
+    """Why the second half of a run goes straight: with the paper's Adamax throughout, 1 to 10 % are left."""
+    encoder, (start, target) = LinearEncoder(), pair()
+    start[:, :, :2] = 0.0
+    found = collide(encoder, start, target, L2(eps), steps=400, stepper=Adamax(straight=0))
+    for i in range(len(start)):
+        best = constrained_optimum(encoder, start[i], target[i], L2(eps))
+        assert 1.01 * best < float(residual(encoder, found.x[i : i + 1], target[i : i + 1])) < 1.1 * best
 
 
 def test_the_papers_constant_step_stays_further_away_than_the_annealed_one() -> None:

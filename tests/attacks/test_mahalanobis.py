@@ -116,8 +116,8 @@ def test_it_is_registered_and_refuses_other_detectors() -> None:
     assert ATTACKS["mahalanobis"].paper == "Chen et al., Algorithm 2"
     x = blank(2)
     with pytest.raises(ValueError, match="detector must be a Mahalanobis detector, got MSP"):
-        attack_mahalanobis(MSP(trained_net()), x, Linf(0.1), side="in")  # type: ignore[arg-type]
+        attack_mahalanobis(MSP(trained_net()), x, Linf(0.1), side="in")
     with pytest.raises(ValueError, match="side must be 'in' or 'out', got 'left'"):
-        attack_mahalanobis(logistic(), x, Linf(0.1), side="left")  # type: ignore[arg-type]
+        attack_mahalanobis(logistic(), x, Linf(0.1), side="left")
     with pytest.raises(ValueError, match="Mahalanobis is not fitted"):
         attack_mahalanobis(Mahalanobis(trained_net()), x, Linf(0.1), side="in")

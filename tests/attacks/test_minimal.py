@@ -56,7 +56,7 @@ def test_a_linear_score_is_crossed_at_its_exact_distance(norm: str, side: str, s
     clean = score(x)
     for i in range(6):  # every sample has a gap of its own to one threshold: shift the images along w
         x[i] += (sign * gaps[i] - clean[i]) * score.weights / score.weights.square().sum()
-    found = minimal(score, x, norm, 0.0, side=side)  # type: ignore[arg-type]
+    found = minimal(score, x, norm, 0.0, side=side)
     exact = score(x).abs() / dual_norm(score.weights, norm)
     assert found.success.all()
     assert (found.distance <= 1.01 * exact).all() and (found.distance >= 0.999 * exact).all()
@@ -77,7 +77,7 @@ def test_beside_the_walls_of_the_box_the_distance_is_still_found(norm: str, gap:
         step = torch.minimum(t * weights.abs() if norm == "l2" else torch.full_like(weights, t), room)
         low, high = (t, high) if (step * weights.abs()).sum() < gap else (low, t)
     exact = step.norm() if norm == "l2" else step.amax()
-    found = minimal(score, x, norm, float(score(x)[0]) - gap)  # type: ignore[arg-type]
+    found = minimal(score, x, norm, float(score(x)[0]) - gap)
     torch.testing.assert_close(found.distance.double(), exact.expand(4), rtol=0.01, atol=0)
     assert (found.x >= 0).all() and (found.x <= 1).all()
 
@@ -97,7 +97,7 @@ def test_where_no_image_of_the_box_crosses_the_distance_is_infinite() -> None:
 def test_images_across_the_threshold_stay_where_they_are() -> None:
     score, x = linear(), images(6, 0.2, 0.8)
     middle = score(x).sort().values[2]
-    out, inside = (minimal(score, x, "l2", middle, side=side) for side in ("out", "in"))  # type: ignore[arg-type]
+    out, inside = (minimal(score, x, "l2", middle, side=side) for side in ("out", "in"))
     clean = score(x)
     assert torch.equal(out.distance == 0, clean <= middle)  # predict accepts a score at the threshold
     assert torch.equal(inside.distance == 0, clean > middle)
@@ -183,12 +183,12 @@ def test_balls_with_a_radius_each_are_the_single_balls_side_by_side(
 def test_bad_input_is_refused() -> None:
     score = linear()
     with pytest.raises(ValueError, match="side must be 'out' or 'in', got 'both'"):
-        minimal(score, CENTRE, "l2", 0.0, side="both")  # type: ignore[arg-type]
+        minimal(score, CENTRE, "l2", 0.0, side="both")
     with pytest.raises(ValueError, match="unknown norm 'l1'"):
-        minimal(score, CENTRE, "l1", 0.0)  # type: ignore[arg-type]
+        minimal(score, CENTRE, "l1", 0.0)
     for threshold in (None, torch.zeros(4)):
         with pytest.raises(ValueError, match="threshold must be one number, got"):
-            minimal(score, CENTRE, "l2", threshold)  # type: ignore[arg-type]
+            minimal(score, CENTRE, "l2", threshold)
     with pytest.raises(ValueError, match="rounds must be at least 1, got 0"):
         minimal(score, CENTRE, "l2", 0.0, rounds=0)
     with pytest.raises(ValueError, match=r"tolerance must lie in \(0, 1\), got 1"):

@@ -400,7 +400,7 @@ def test_bad_input_is_refused() -> None:
     with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
         nullspace(layer, x, L2(1.0), steps=0)
     with pytest.raises(ValueError, match=r"network must be a torch.nn.Module, got function"):
-        nullspace(relu, x, L2(1.0))  # type: ignore[arg-type]
+        nullspace(relu, x, L2(1.0))
     with pytest.raises(ValueError, match="NaN or infinity"):
         nullspace(nn.Sequential(nn.Conv2d(3, 1, 3), nn.Flatten()).requires_grad_(False).apply(spoil), x, L2(1.0))
 

@@ -128,7 +128,7 @@ def energy(**changes: Any) -> Evidence:
 def with_rows(evidence: Evidence, **changes: float) -> Evidence:
     """The same audit, with something else in the rows of its larger eps."""
     rows = [row | changes if row["eps"] == EPS else row for row in evidence.rows]
-    return replace(evidence, rows=rows)  # type: ignore[arg-type]
+    return replace(evidence, rows=rows)
 
 
 def in_normalised_units(evidence: Evidence, std: float) -> Evidence:
@@ -250,7 +250,7 @@ def test_a_certificate_explains_what_no_attack_breaks() -> None:
 
 def test_averaging_over_draws_is_reported_with_their_number() -> None:
     evidence = evidence_for(Brightness())
-    evidence.job.detectors["it"] = Expected(Noisy(), draws=7)  # type: ignore[assignment]
+    evidence.job.detectors["it"] = Expected(Noisy(), draws=7)
     assert CHECKS["deterministic"](evidence) == {
         "name": "deterministic",
         "status": "pass",

@@ -143,7 +143,7 @@ def test_a_fingerprint_does_not_depend_on_the_memory_layout() -> None:
 )
 def test_a_wrong_request_is_answered_in_one_line(spec: str, options: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError) as caught:
-        load_source(spec, **options)  # type: ignore[arg-type]
+        load_source(spec, **options)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
