@@ -110,7 +110,7 @@ def network_dimensions(
         encoder = encoder.at(layer)
     image = _image(encoder, input_shape)
     outputs = sum(leaf.numel() for leaf in leaves(_run(encoder, image)))
-    name = ", ".join(encoder.layers) or "output"
+    name = ", ".join(name or "output" for name in encoder.layers) or "output"
     kind = type(encoder.model).__name__
     return LayerDimensions(name, kind, image.numel(), outputs, PIXEL_BITS * image.numel(), FLOAT_BITS * outputs)
 

@@ -37,8 +37,8 @@ class Encoder(nn.Module):
 
     Args:
         model: any `nn.Module` that takes a batch of images.
-        layer: the name of a module as in `model.named_modules()`, or several; None is the network's output (logits).
-            Of a module that runs several times in one pass, the last output is taken.
+        layer: the name of a module as in `model.named_modules()`, or several; None is the network's output (logits),
+            also among several. Of a module that runs several times in one pass, the last output is taken.
         mean: per channel, subtracted from the image; None leaves it.
         std: per channel, divides the image; None leaves it.
         size: the side (or height and width) the network wants; images are resized, differentiably, inside.
@@ -55,7 +55,7 @@ class Encoder(nn.Module):
     def __init__(
         self,
         model: nn.Module,
-        layer: str | Sequence[str] | None = None,
+        layer: str | Sequence[str | None] | None = None,
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
         size: int | tuple[int, int] | None = None,
@@ -68,7 +68,7 @@ class Encoder(nn.Module):
             raise ValueError(f"pool must be 'mean', 'flatten' or None, got {pool!r}")
         self.model = model
         self.layer = layer if layer is None or isinstance(layer, str) else tuple(layer)
-        if self.layer == () or not all(isinstance(name, str) for name in self.layers):
+        if self.layer == () or not all(name is None or isinstance(name, str) for name in self.layers):
             raise ValueError(f"layer must be a name, several names, or None for the network's output, got {layer!r}")
         self.size = check_size(size)
         self.pool = pool
@@ -79,8 +79,8 @@ class Encoder(nn.Module):
         self._taps = self._find(self.layers)
 
     @property
-    def layers(self) -> tuple[str, ...]:
-        """The names of the tapped layers; empty for the network's output."""
+    def layers(self) -> tuple[str | None, ...]:
+        """The names of the tapped layers, None among them for the network's output; empty for the output alone."""
         return () if self.layer is None else (self.layer,) if isinstance(self.layer, str) else self.layer
 
     @property
@@ -94,7 +94,7 @@ class Encoder(nn.Module):
         linear = [module for module in self.model.modules() if isinstance(module, nn.Linear)]
         return Head(linear[-1].weight, linear[-1].bias) if linear else None
 
-    def at(self, layer: str | Sequence[str] | None, pool: Pool | Literal["same"] = "same") -> Encoder:
+    def at(self, layer: str | Sequence[str | None] | None, pool: Pool | Literal["same"] = "same") -> Encoder:
         """The same network, normalisation and size, tapped elsewhere."""
         pool = self.pool if pool == "same" else pool
         return Encoder(self.model, layer, flat(self.mean), flat(self.std), self.size, pool)
@@ -109,10 +109,16 @@ class Encoder(nn.Module):
         inputs = self._prepared(check_form(x))
         with evaluating(self.model), recording(self._taps) as outputs:
             output = self._run(inputs)
-        if not self._taps:
-            return upcast(first_tensor(output, type(self.model).__name__))
-        latents = tuple(pooled(upcast(self._output_of(name, outputs)), self.pool) for name in self.layers)
-        return latents[0] if isinstance(self.layer, str) else latents
+        return self.pick(lambda name: output if name is None else self._output_of(name, outputs))
+
+    def pick(self, output_of: Callable[[str | None], Any]) -> Latent:
+        """The latent from the outputs of the tapped layers, as `output_of` gives them by name, None for the network."""
+        latents = tuple(self._latent(name, output_of(name)) for name in self.layers or (None,))
+        return latents if isinstance(self.layer, tuple) else latents[0]
+
+    def _latent(self, name: str | None, output: Any) -> Tensor:
+        z = upcast(first_tensor(output, name or type(self.model).__name__))
+        return z if name is None else pooled(z, self.pool)
 
     def _prepared(self, images: Tensor) -> Tensor:
         x, device = images, self.device
@@ -143,12 +149,13 @@ class Encoder(nn.Module):
                 f"{type(self.model).__name__} does not take images of shape {tuple(inputs.shape[1:])}: {reason}"
             ) from error
 
-    def _find(self, names: tuple[str, ...]) -> dict[str, nn.Module]:
+    def _find(self, names: tuple[str | None, ...]) -> dict[str, nn.Module]:
         known = dict(self.model.named_modules(remove_duplicate=False))
-        for name in names:
+        wanted = [name for name in names if name is not None]
+        for name in wanted:
             if name not in known or not name:
                 raise ValueError(no_such_layer(name, [key for key in known if key], type(self.model).__name__))
-        return {name: known[name] for name in names}
+        return {name: known[name] for name in wanted}
 
     def _output_of(self, name: str, outputs: dict[str, Tensor]) -> Tensor:
         if name not in outputs:

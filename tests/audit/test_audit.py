@@ -16,13 +16,12 @@ from small_plan import small_plan, write_small_plan
 
 from gatecrash import L2, Encoder, Linf, audit, audit_plan
 from gatecrash.audit.demo import run_demo
-from gatecrash.audit.models import hash_of
 from gatecrash.audit.plan import plan_from
 from gatecrash.bundle import SAMPLES, Bundle
 from gatecrash.data import load_source
 from gatecrash.detectors import MSP, Mahalanobis
 from gatecrash.metrics import auroc
-from gatecrash.networks import PRETRAINED, SmallCNN, load_weights
+from gatecrash.networks import PRETRAINED, SmallCNN, hash_of, load_weights
 from small_models import squares, trained_net
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from gatecrash.audit.models import completed, hash_of, load_model
+from gatecrash.audit.models import completed, load_model
 from gatecrash.audit.plan import ModelPlan
-from gatecrash.networks import save_weights
+from gatecrash.networks import hash_of, save_weights
 
 
 def test_torchvision_timm_and_our_own_by_name(tmp_path: Path) -> None:

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gatecrash.audit.models import completed, hash_of, load_model
+from gatecrash.audit.models import completed, load_model
 from gatecrash.audit.plan import AttackPlan, DetectorPlan, PicturePlan, Plan, SourcePlan, plan_text
 from gatecrash.data import ImageSet, load_source
 from gatecrash.detectors import DETECTORS, Detector, ScoreEnsemble, build
 from gatecrash.encoder import Encoder
 from gatecrash.files import at_home
 from gatecrash.images import Images, batches
+from gatecrash.networks import hash_of
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import json
 import sys
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any
 from urllib.error import URLError
 
-import torch
 from pydantic import ValidationError
 from torch import nn
 
@@ -144,12 +142,3 @@ def made(plan: ModelPlan, make: Callable[[], Any]) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise ValueError(f"model.name {plan.name!r} must give a torch.nn.Module, got {type(model).__name__}")
     return model
-
-
-def hash_of(model: nn.Module) -> str:
-    """The SHA-256 of a network's weights, names and shapes included."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return digest.hexdigest()

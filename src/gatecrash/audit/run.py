@@ -19,7 +19,7 @@ from gatecrash.audit.work import Payload, Work
 from gatecrash.ball import distance
 from gatecrash.bundle import Pictures
 from gatecrash.data import ImageSet
-from gatecrash.detectors import Detector
+from gatecrash.detectors import Detector, fit_all
 from gatecrash.encoder import Encoder
 from gatecrash.found import Found
 from gatecrash.progress import progress
@@ -90,8 +90,7 @@ def measure(job: Job, work: Work) -> Measured:
     total = len(job.detectors) * (1 + len(sets)) + len(pieces) + len(job.showcases)
     with progress("auditing", total) as bar:
         work.bar = bar
-        for title, detector in job.detectors.items():
-            fit(job, work, title, detector)
+        fit(job, work)
         clean = {
             (title, name): work.done(f"clean | {title} | {name}", partial(clean_scores, job, title, images))["scores"]
             for title in job.detectors
@@ -134,19 +133,24 @@ def clean_scores(job: Job, title: str, images: ImageSet, seed: int) -> Payload:
     return {"scores": job.detectors[title].scores(images.x, job.batch_size)}
 
 
-def fit(job: Job, work: Work, title: str, detector: Detector) -> None:
-    """Fit one detector, or read its fitted state where that was saved."""
-    path = work.path(f"fitted | {title}")
-    if detector.card.fit == "nothing" and detector.fitted:
-        pass
-    elif path.is_file():
-        job.detectors[title] = type(detector).load(path, encoders_of(detector))
-    elif job.fit is not None:
-        extra = {"held_out": job.held_out, "outliers": job.fit_outliers}
-        detector.fit(labelled(job.fit), **{key: labelled(part) for key, part in extra.items() if part is not None})
-        detector.save(path)
+def fit(job: Job, work: Work) -> None:
+    """Fit the detectors that need it in one pass, or read their fitted state where that was saved."""
+    unfitted = {}
+    for title, detector in job.detectors.items():
+        path = work.path(f"fitted | {title}")
+        if detector.card.fit == "nothing" and detector.fitted:
+            continue
+        if path.is_file():
+            job.detectors[title] = type(detector).load(path, encoders_of(detector))
+        else:
+            unfitted[title] = detector
+    if unfitted and job.fit is not None:
+        held_out, outliers = (None if part is None else labelled(part) for part in (job.held_out, job.fit_outliers))
+        fit_all(list(unfitted.values()), labelled(job.fit), held_out=held_out, outliers=outliers)
+        for title, detector in unfitted.items():
+            detector.save(work.path(f"fitted | {title}"))
     if work.bar is not None:
-        work.bar.advance(note=f"fitting {title}")
+        work.bar.advance(len(job.detectors), note="fitting")
 
 
 def encoders_of(detector: Detector) -> Encoder | list[Encoder]:

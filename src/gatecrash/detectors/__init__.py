@@ -3,6 +3,7 @@
 from gatecrash.detectors.base import DETECTORS, Card, Detector, build, register
 from gatecrash.detectors.distance import Mahalanobis, RelativeMahalanobis
 from gatecrash.detectors.ensemble import DeepEnsemble, ScoreEnsemble
+from gatecrash.detectors.fit import Learner, fit_all
 from gatecrash.detectors.logits import MSP, ODIN, Energy, MaxLogit, OutlierExposureScore
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "Detector",
     "Energy",
     "Mahalanobis",
+    "Learner",
     "MaxLogit",
     "MSP",
     "ODIN",
@@ -19,5 +21,6 @@ __all__ = [
     "RelativeMahalanobis",
     "ScoreEnsemble",
     "build",
+    "fit_all",
     "register",
 ]

@@ -15,12 +15,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from gatecrash.detectors.fit import Learner, fit_all
 from gatecrash.encoder import Encoder, as_encoder
+from gatecrash.features import Keeper, Reader, all_or_none, encoded
 from gatecrash.files import replacing
 from gatecrash.images import Images, batches, check_images
 from gatecrash.metrics import threshold_at_tpr
 from gatecrash.progress import tracked
-from gatecrash.protocols import Latent, joined, leaves
+from gatecrash.protocols import Latent
 from gatecrash.registry import Registry
 
 
@@ -125,45 +127,60 @@ class Detector(Stateful, ABC):
         check_scores(score, self)
         return score
 
-    def fit(self, inliers: Images, *, held_out: Images | None = None, outliers: Images | None = None) -> Self:
+    def fit(
+        self,
+        inliers: Images,
+        *,
+        held_out: Images | None = None,
+        outliers: Images | None = None,
+        cache: str | Path | None = None,
+    ) -> Self:
         """Learn what the card says from inliers: a DataLoader, an iterable of batches, or tensors.
 
         Args:
             inliers: images, or (images, labels) where the card asks for labels.
             held_out: further inliers, for detectors with an option that needs them.
             outliers: known outliers, likewise.
+            cache: a folder that remembers features by the hash of the weights, the data and the taps.
 
         Raises:
             ValueError: labels are missing, or the network's output is NaN; it names the first such batch.
         """
-        if self.card.fit != "nothing":
-            self.forget()
-            self.threshold = None
-            # Buffers made in inference mode could not be part of a gradient later.
-            with torch.inference_mode(False), torch.no_grad():
-                z, y = self.latents(inliers)
-                if y is None and self.card.fit == "labelled inliers":
-                    raise ValueError(
-                        f"{type(self).__name__}.fit needs labels: give (images, labels), or a loader of such pairs"
-                    )
-                self.fit_latents(z, y)
+        fit_all([self], inliers, held_out=held_out, outliers=outliers, cache=cache)
         return self
 
+    def to_fit(self) -> list[Detector]:
+        """The detectors that must be fitted before this one can score: itself, or members of it."""
+        return [] if self.card.fit == "nothing" else [self]
+
+    @property
+    def fit_reader(self) -> Reader:
+        """What makes the latents that `fit` learns from; detectors with the same encoder share one pass."""
+        if self.encoder is not None and type(self).encode is Detector.encode:
+            return self.encoder
+        return self.encode
+
+    def check_data(self, held_out: Images | None, outliers: Images | None) -> None:
+        """Raises a ValueError when an option needs data that `fit` was not given."""
+
+    def learner(self) -> Learner | None:
+        """How to learn batch by batch; None where `fit_latents` wants all latents together."""
+        return None
+
+    def settle(self, held_out: Images | None, outliers: Images | None) -> None:
+        """Learn what needs the rest of `fit` done: from held-out inliers and outliers, where an option asks for it."""
+
     def latents(self, data: Images, batch_size: int = 256) -> tuple[Latent, Tensor | None]:
-        """The latents of all images, without their history, and the labels where every batch has them."""
-        parts: list[Latent] = []
-        labels: list[Tensor | None] = []
-        for index, (x, y) in enumerate(tracked(batches(data, batch_size), "encoding")):
-            with torch.no_grad():
-                parts.append(self.encode(x.to(self.device)))
-            for leaf in leaves(parts[-1]):
-                if not bool(leaf.isfinite().all()):
-                    raise ValueError(f"the network's output has NaN or infinity, first in batch {index}")
-            labels.append(None if y is None else y.to(self.device))
-        if not parts:
-            raise ValueError("there are no images to learn from")
-        known = [y for y in labels if y is not None]
-        return joined(parts), torch.cat(known) if len(known) == len(parts) else None
+        """The latents of all images, without their history, and the labels where every batch has them.
+
+        Raises:
+            ValueError: the network's output is NaN or infinite; it names the first such batch.
+        """
+        keeper, labels = Keeper(), []
+        for (z,), y in encoded(lambda x: [self.encode(x)], data, self.device, batch_size):
+            keeper.take(z)
+            labels.append(y)
+        return keeper.whole(), all_or_none(labels)
 
     def scores(self, data: Images, batch_size: int = 256) -> Tensor:
         """The scores of all images, (N,), without gradients, on the detector's device.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal, Self
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from gatecrash.detectors.base import Card, Detector, Stateful, register
 from gatecrash.detectors.preprocessing import input_gradients
 from gatecrash.encoder import Encoder, as_encoder
+from gatecrash.features import Reader
 from gatecrash.images import Images
 from gatecrash.metrics import fpr_at_tpr
 from gatecrash.protocols import Latent, leaves
@@ -28,12 +29,10 @@ class Gaussians(Stateful):
 
     def learn(self, z: Tensor, y: Tensor, weighting: Weighting = "samples") -> None:
         """Class means and the shared covariance of features z (N, D) with labels y (N,)."""
-        exact = z.double() if z.device.type != "mps" else z.cpu().double()
-        labels, y = torch.unique(y.to(exact.device), return_inverse=True)
-        means = class_means(exact, y, len(labels))
-        centre = exact.mean(dim=0)
-        rounding = torch.finfo(z.dtype).eps * exact.abs().amax()
-        whiten = inverse_root(shared_covariance(exact, means, y, weighting), rounding.square())
+        labels, y = torch.unique(y, return_inverse=True)
+        means, centre = class_means(z, y, len(labels))
+        rounding = torch.finfo(z.dtype).eps * z.abs().amax().to(means)
+        whiten = inverse_root(shared_covariance(z, means, y, weighting), rounding.square())
         self.centre, self.whiten = centre.to(z), whiten.to(z)
         self.means = ((means - centre) @ whiten).to(z)
 
@@ -104,17 +103,26 @@ class Mahalanobis(Detector):
         """Whether the step has a length."""
         return self.magnitude > 0
 
-    def fit(self, inliers: Images, *, held_out: Images | None = None, outliers: Images | None = None) -> Self:
-        """Learn the Gaussians from labelled inliers, then step and combination from held-out inliers and outliers."""
-        chooses = self.combine == "logistic" or len(self.magnitudes) > 1
-        if chooses and (held_out is None or outliers is None):
+    @property
+    def fit_reader(self) -> Reader:
+        """The layers of the input as it is."""
+        return self.encode if self.encoder is None else self.encoder
+
+    @property
+    def chooses(self) -> bool:
+        """Whether step or combination are learnt from held-out inliers and outliers."""
+        return self.combine == "logistic" or len(self.magnitudes) > 1
+
+    def check_data(self, held_out: Images | None, outliers: Images | None) -> None:
+        """Raises a ValueError when an option needs data that `fit` was not given."""
+        if self.chooses and (held_out is None or outliers is None):
             option = "combine='logistic'" if self.combine == "logistic" else "a list of magnitudes"
             raise ValueError(f"{option} needs held-out inliers and outliers: fit(inliers, held_out=…, outliers=…)")
-        super().fit(inliers)
-        if held_out is not None and outliers is not None and chooses:
-            with torch.inference_mode(False):
-                self._choose(held_out, outliers)
-        return self
+
+    def settle(self, held_out: Images | None, outliers: Images | None) -> None:
+        """Choose step and combination by held-out inliers and outliers."""
+        if self.chooses and held_out is not None and outliers is not None:
+            self._choose(held_out, outliers)
 
     def fit_latents(self, z: Latent, y: Tensor | None) -> None:
         """Gaussians for every layer, and the mean of the layers as the combination."""
@@ -194,18 +202,29 @@ class RelativeMahalanobis(Detector):
         ).mean(dim=0)
 
 
-def class_means(z: Tensor, y: Tensor, count: int) -> Tensor:
-    """The mean of every class, (K, D)."""
-    sums = z.new_zeros(count, z.shape[1]).index_add_(0, y, z)
-    return sums / torch.bincount(y, minlength=count).to(z).unsqueeze(1)
-
-
-def shared_covariance(z: Tensor, means: Tensor, y: Tensor, weighting: Weighting, rows: int = 65536) -> Tensor:
-    """The covariance of the features about their class means, (D, D), in chunks of rows."""
-    counts = torch.bincount(y, minlength=len(means)).to(z)
-    weight = torch.full_like(counts, 1 / len(z)) if weighting == "samples" else 1 / (counts * len(means))
-    total = z.new_zeros(z.shape[1], z.shape[1])
+def in_double(z: Tensor, y: Tensor, rows: int = 16384) -> Iterator[tuple[Tensor, Tensor]]:
+    """Features and labels in chunks of rows, in float64, so that there is never a copy of all of them."""
     for part, labels in zip(z.split(rows), y.split(rows), strict=True):
+        exact = part.double() if part.device.type != "mps" else part.cpu().double()
+        yield exact, labels.to(exact.device)
+
+
+def class_means(z: Tensor, y: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The mean of every class, (K, D), and of all features, (D,), in float64."""
+    sums: Tensor | float = 0.0
+    for part, labels in in_double(z, y):
+        sums = sums + part.new_zeros(count, part.shape[1]).index_add_(0, labels, part)
+    sums = torch.as_tensor(sums)
+    counts = torch.bincount(y, minlength=count).to(sums)
+    return sums / counts.unsqueeze(1), sums.sum(dim=0) / len(z)
+
+
+def shared_covariance(z: Tensor, means: Tensor, y: Tensor, weighting: Weighting) -> Tensor:
+    """The covariance of the features about their class means, (D, D), in float64."""
+    counts = torch.bincount(y, minlength=len(means)).to(means)
+    weight = torch.full_like(counts, 1 / len(z)) if weighting == "samples" else 1 / (counts * len(means))
+    total = means.new_zeros(z.shape[1], z.shape[1])
+    for part, labels in in_double(z, y):
         centred = part - means[labels]
         total += (centred * weight[labels].unsqueeze(1)).T @ centred
     return total

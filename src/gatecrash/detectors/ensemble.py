@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gatecrash.detectors.base import Card, Detector, build, register
 from gatecrash.encoder import as_encoder
-from gatecrash.images import Images
 from gatecrash.objective import single
 from gatecrash.protocols import Latent
 
@@ -35,13 +34,9 @@ class ScoreEnsemble(Detector):
         """The members."""
         return [member for member in self.members if isinstance(member, Detector)]
 
-    def fit(self, inliers: Images, *, held_out: Images | None = None, outliers: Images | None = None) -> Self:
-        """Fit every member on the same data, which must be readable more than once."""
-        if not all(member.card.fit == "nothing" for member in self.detectors):
-            self.threshold = None
-        for member in self.detectors:
-            member.fit(inliers, held_out=held_out, outliers=outliers)
-        return self
+    def to_fit(self) -> list[Detector]:
+        """The members that must be fitted."""
+        return [part for member in self.detectors for part in member.to_fit()]
 
     def encode(self, x: Tensor) -> Latent:
         """The members' latents."""

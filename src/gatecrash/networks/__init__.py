@@ -5,7 +5,7 @@ from gatecrash.networks.pretrained import PRETRAINED, Pretrained, pretrained_pat
 from gatecrash.networks.registry import NETWORKS, Builder
 from gatecrash.networks.resnet_cifar import ResNetCifar
 from gatecrash.networks.small_cnn import SmallCNN
-from gatecrash.networks.weights import load_weights, save_weights
+from gatecrash.networks.weights import hash_of, load_weights, save_weights
 
 __all__ = [
     "NETWORKS",
@@ -15,6 +15,7 @@ __all__ = [
     "Pretrained",
     "ResNetCifar",
     "SmallCNN",
+    "hash_of",
     "load_weights",
     "pretrained_path",
     "save_weights",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import pickletools
 import re
 import warnings
@@ -189,3 +190,12 @@ def _mismatches(own: dict[str, Tensor], weights: dict[str, Tensor]) -> Iterator[
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
+
+
+def hash_of(model: nn.Module) -> str:
+    """The SHA-256 of a network's weights, names and shapes included."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
