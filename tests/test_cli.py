@@ -47,6 +47,22 @@ def test_version_and_listings(gatecrash) -> None:
         assert code == 0 and all(name in out for name in expected)
 
 
+def test_the_listing_of_detectors_has_the_whole_card_and_what_they_are(gatecrash) -> None:
+    code, out, _ = gatecrash("detectors", "--json")
+    entry = next(entry for entry in json.loads(out) if entry["name"] == "mahalanobis")
+    assert code == 0 and entry == {
+        "name": "mahalanobis",
+        "paper": "Lee et al., NeurIPS 2018",
+        "year": 2018,
+        "reads": "features",
+        "fit": "labelled inliers",
+        "gradient": "exact",
+        "what": "Distance to the nearest class mean under one shared covariance, in one layer or several.",
+    }
+    code, out, _ = gatecrash("detectors")
+    assert code == 0 and all(str(value).split()[0] in out for value in entry.values()) and "what" in out
+
+
 def test_doctor_says_what_is_there(gatecrash) -> None:
     code, out, _ = gatecrash("doctor", "--json")
     findings = json.loads(out)

@@ -183,6 +183,42 @@ def test_a_layer_asked_for_twice_comes_twice() -> None:
     torch.testing.assert_close(Encoder(Tower(), ["low", "high", "low"], pool=None)(x), (2 * x, 30 * x, 2 * x))
 
 
+@pytest.mark.parametrize(
+    ("layers", "factors"), [([None], [30]), (["low", None], [2, 30]), ([None, "middle", None], [30, 6, 30])], ids=str
+)
+def test_none_among_several_layers_is_the_networks_output(layers: list[str | None], factors: list[int]) -> None:
+    x = images(2, 3, 4, 5)
+    for encoder in (Encoder(Tower(), layers, pool=None), Encoder(Tower(), "low", pool=None).at(layers)):
+        assert encoder.layers == encoder.layer == tuple(layers)
+        latents = encoder(x)
+        assert isinstance(latents, tuple)
+        torch.testing.assert_close(latents, tuple(factor * x for factor in factors))
+
+
+def test_the_output_is_not_pooled_beside_layers_that_are() -> None:
+    x = images(2, 3, 4, 5)
+    low, output = Encoder(Tower(), ["low", None])(x)
+    torch.testing.assert_close(low, 2 * x.mean(dim=(2, 3)))
+    torch.testing.assert_close(output, 30 * x)
+
+
+def test_the_output_beside_layers_has_the_gradient_that_it_has_alone() -> None:
+    model, x = Convolutional().eval(), images(2, 3, 6, 6).requires_grad_()
+    conv, logits = Encoder(model, ["conv", None], MEAN, STD)(x)
+    alone = Encoder(model, None, MEAN, STD)(x)
+    assert torch.equal(logits, alone) and conv.shape == (2, 4)
+    (gradient,) = torch.autograd.grad(logits[:, 1].sum(), x)
+    (wanted,) = torch.autograd.grad(alone[:, 1].sum(), x)
+    assert torch.equal(gradient, wanted) and gradient.abs().max() > 0
+
+
+@pytest.mark.parametrize("layer", [[], (), [3], ["low", 3], [["low"]]], ids=str)
+def test_a_layer_that_is_neither_a_name_nor_none_is_refused(layer: Any) -> None:
+    message = f"layer must be a name, several names, or None for the network's output, got {layer!r}"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        Encoder(Tower(), layer)
+
+
 def test_of_a_module_that_runs_twice_the_last_output_is_taken() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:

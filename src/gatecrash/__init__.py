@@ -30,10 +30,12 @@ from gatecrash.attacks import (
 )
 from gatecrash.audit import audit, audit_plan
 from gatecrash.ball import L2, Ball, Linf
+from gatecrash.detectors import fit_all
 from gatecrash.encoder import Encoder
 from gatecrash.found import Found
 from gatecrash.search import search
 from gatecrash.stepper import Adamax, Apgd, Langevin, Normalised, Sign
+from gatecrash.triage import triage, triage_plan
 
 __version__ = "0.1.0"
 
@@ -60,6 +62,7 @@ __all__ = [
     "detectors",
     "evict",
     "fgsm",
+    "fit_all",
     "metrics",
     "minimal",
     "networks",
@@ -70,5 +73,7 @@ __all__ = [
     "score_to",
     "search",
     "to_8bit",
+    "triage",
+    "triage_plan",
     "worst_case",
 ]

@@ -69,6 +69,98 @@ class Results(TypedDict):
     manifest: dict[str, Any]
 
 
+class TriageRow(TypedDict):
+    """One line of a triage's table: a detector and what it is to find; means over the repeats, fractions in 0..1."""
+
+    detector: str
+    task: Literal["mistakes", "adversarial", "outliers"]
+    against: str
+    """What is to be found: "mistakes", an attack with its radius, or a set of outliers."""
+    norm: str | None
+    eps: float | None
+    n_in: int
+    n_out: int
+    repeats: int
+    auroc: float
+    auroc_std: float
+    aupr_in: float
+    aupr_in_std: float
+    aupr_out: float
+    aupr_out_std: float
+    fpr95: float
+    fpr95_std: float
+    detection_error: float
+    detection_error_std: float
+    per_repeat: list[dict[str, float]]
+    """The same numbers for every repeat."""
+    u: NotRequired[float]
+    """The smaller statistic of the U test of correct against wrong."""
+    p: NotRequired[float]
+    """Its two-sided p-value, the median over the repeats."""
+    threshold: NotRequired[float]
+    """Chosen by cross-validation on the classifier's mistakes, the same in every task."""
+    threshold_std: NotRequired[float]
+    rejected_in: NotRequired[float]
+    """The share above the threshold of those that are in."""
+    rejected_in_std: NotRequired[float]
+    rejected_out: NotRequired[float]
+    rejected_out_std: NotRequired[float]
+    precision: NotRequired[float]
+    precision_std: NotRequired[float]
+    recall: NotRequired[float]
+    recall_std: NotRequired[float]
+    validated_precision: NotRequired[float]
+    """On the folds that were left out."""
+    validated_precision_std: NotRequired[float]
+    validated_recall: NotRequired[float]
+    validated_recall_std: NotRequired[float]
+    accuracy: NotRequired[float]
+    """The classifier's, under the attack."""
+
+
+class PurifiedRow(TypedDict):
+    """The classifier's accuracy before and after purification, for one point of the grid."""
+
+    detector: str
+    step: float
+    pull: float
+    repeats: int
+    validation_before: NotRequired[float]
+    validation_after: NotRequired[float]
+    validation_std: NotRequired[float]
+    test_before: NotRequired[float]
+    test_after: NotRequired[float]
+    test_std: NotRequired[float]
+
+
+class TriageResults(TypedDict):
+    """The content of a triage's `results.json`."""
+
+    schema: int
+    kind: Literal["triage"]
+    accuracy: dict[str, float]
+    """The classifier's, on test and validation images and under every attack."""
+    rows: list[TriageRow]
+    purified: list[PurifiedRow]
+    checks: list[Check]
+    manifest: dict[str, Any]
+
+
+TRIAGE_SAMPLES = pa.schema(
+    [
+        ("detector", pa.string()),
+        ("repeat", pa.int64()),
+        ("set", pa.string()),
+        ("role", pa.string()),
+        ("index", pa.int64()),
+        ("score", pa.float64()),
+        ("predicted", pa.int64()),
+        ("label", pa.int64()),
+    ]
+)
+"""A row per image, detector and repeat of a triage. `role` is "in", "held_out", "out" or "adversarial"; adversarial
+images have the index and label of the test image they were made from."""
+
 SAMPLES = pa.schema(
     [
         ("detector", pa.string()),
@@ -163,6 +255,11 @@ class Bundle:
         write_text(self.folder / "results.json", json.dumps(results, indent=1, allow_nan=False) + "\n")
         self.write_manifest(manifest)
 
+    def write_triage(self, results: TriageResults) -> None:
+        """`results.json` and `manifest.json` of a triage."""
+        write_text(self.folder / "results.json", json.dumps(results, indent=1, allow_nan=False) + "\n")
+        self.write_manifest(results["manifest"])
+
     def write_manifest(self, manifest: Mapping[str, Any]) -> None:
         """`manifest.json`, which stands there from the beginning of a run."""
         write_text(self.folder / "manifest.json", json.dumps(manifest, indent=1) + "\n")
@@ -173,18 +270,34 @@ class Bundle:
         return content
 
     def results(self) -> Results:
-        """The content of `results.json`.
+        """The content of an audit's `results.json`.
 
         Raises:
-            ValueError: the folder holds no finished run, or one of another schema.
+            ValueError: the folder holds no finished audit, or one of another schema.
         """
+        results: Results = self._results("audit")
+        return results
+
+    def triage(self) -> TriageResults:
+        """The content of a triage's `results.json`.
+
+        Raises:
+            ValueError: the folder holds no finished triage, or one of another schema.
+        """
+        results: TriageResults = self._results("triage")
+        return results
+
+    def _results(self, kind: str) -> Any:
         path = self._existing("results.json")
         try:
-            results: Results = json.loads(path.read_text(encoding="utf-8"))
+            results = json.loads(path.read_text(encoding="utf-8"))
         except json.JSONDecodeError as error:
             raise ValueError(f"{path} is not JSON: {error}") from error
         if results.get("schema") != SCHEMA:
             raise ValueError(f"{path} has schema {results.get('schema')}, this version reads {SCHEMA}")
+        found = results.get("kind", "audit")
+        if found != kind:
+            raise ValueError(f"{self.folder} holds another kind of run: {found} instead of {kind}")
         return results
 
     def write_samples(self, rows: Sequence[Mapping[str, Any]] | pa.Table) -> None:

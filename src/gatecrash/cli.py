@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
-from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
 from pydantic import ValidationError
-from rich.console import Console
 from rich.table import Table
 
 from gatecrash.attacks import ATTACKS
@@ -29,10 +29,14 @@ from gatecrash.audit import (
 from gatecrash.audit.manifest import versions
 from gatecrash.audit.models import load_model
 from gatecrash.audit.plan import sentence
-from gatecrash.bundle import Bundle, Results, Row
+from gatecrash.bundle import Bundle
 from gatecrash.data import describe_sources
 from gatecrash.detectors import DETECTORS
 from gatecrash.dimensions import dims_rows
+from gatecrash.printing import print_line, print_listing, print_results, print_triage, wide_console
+from gatecrash.triage import EXAMPLES as TRIAGES
+from gatecrash.triage import example_text as example_triage
+from gatecrash.triage import triage_plan
 
 app = typer.Typer(
     help="Attack out-of-distribution detectors and measure how far they break.",
@@ -127,6 +131,29 @@ def audit_command(
         raise typer.Exit(1)
 
 
+@app.command("triage")
+def triage_command(
+    plan: Annotated[Path | None, typer.Argument(help="The plan, a YAML file.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where the bundle goes; runs/NAME OF THE PLAN by default.")] = None,
+    resume: Resume = False,
+    device: Device = "auto",
+    trust: Trust = False,
+    example: Annotated[str | None, typer.Option(help=f"Print an example plan: {', '.join(TRIAGES)}.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Ask how well detectors find a classifier's own mistakes, adversarial images and outliers."""
+    if example is not None:
+        print_line(example_triage(example).rstrip("\n"))
+        return
+    if plan is None:
+        raise ValueError(
+            "which plan? gatecrash triage PLAN.yaml; gatecrash triage --example demo prints one to start from"
+        )
+    folder = out or Path("runs") / plan.stem
+    results = triage_plan(plan, out=folder, resume=resume, device=device, trust=trust)
+    print_triage(results, Bundle(folder), as_json)
+
+
 @app.command("collide")
 def collide_command(
     start: Annotated[str, typer.Option(help="The source of the images to move, e.g. noise or folder:DIR.")],
@@ -196,15 +223,8 @@ def dims_command(
 
 @app.command("detectors")
 def detectors_command(as_json: Json = False) -> None:
-    """List the detectors."""
-    cards = [(name, DETECTORS[name].card) for name in DETECTORS]
-    print_listing(
-        [
-            {"name": name, "paper": c.paper, "year": c.year, "reads": c.reads, "fit": c.fit, "gradient": c.gradient}
-            for name, c in cards
-        ],
-        as_json,
-    )
+    """List the detectors: paper, what they read, what fit needs, whether the gradient is exact, and what they are."""
+    print_listing([detector_entry(name) for name in DETECTORS], as_json)
 
 
 @app.command("attacks")
@@ -235,6 +255,12 @@ def doctor_command(as_json: Json = False) -> None:
     print_line("missing   " + ("; ".join(findings["missing"]) or "nothing"))
 
 
+def detector_entry(name: str) -> dict[str, Any]:
+    """What a listing says of a detector: its card, and the first paragraph of its class's docstring."""
+    what = " ".join((inspect.getdoc(DETECTORS[name]) or "").partition("\n\n")[0].split())
+    return {"name": name, **asdict(DETECTORS[name].card), "what": what}
+
+
 def network_of(
     model: str | None,
     weights: str | None,
@@ -256,85 +282,3 @@ def network_of(
     }
     known = example_plan("demo").model.model_dump() if model is None else {}
     return ModelPlan.model_validate(known | {key: value for key, value in said.items() if value is not None})
-
-
-def print_results(results: Results, bundle: Bundle, as_json: bool) -> None:
-    """The AUROC of every detector, clean and after each attack, and where the report is."""
-    if as_json:
-        print_line(json.dumps(results, indent=1))
-        return
-    columns: dict[str, str] = {}
-    for row in results["rows"]:
-        columns.setdefault(column_of(row), "")
-    table = Table(title="AUROC")
-    table.add_column("detector")
-    table.add_column("outliers")
-    for column in columns:
-        table.add_column(column, justify="right")
-    pairs = dict.fromkeys((row["detector"], row["outliers"]) for row in results["rows"])
-    for detector, outliers in pairs:
-        values = {
-            column_of(row): f"{row['auroc']:.3f}"
-            for row in results["rows"]
-            if (row["detector"], row["outliers"]) == (detector, outliers)
-        }
-        table.add_row(detector, outliers, *(values.get(column, "") for column in columns))
-    wide_console().print(table)
-    for line in collision_lines(results["rows"]):
-        print_line(line)
-    for check in results["checks"]:
-        if check["status"] == "fail":
-            print_line(f"check {check['name']} failed: {check['sentence']}")
-    print_line(f"report: {bundle.report}")
-
-
-def column_of(row: Row) -> str:
-    """The head of a row's column: the attack, its ball and its side."""
-    if row["attack"] == "none":
-        return "clean"
-    side = "" if row["attack"].startswith("collide") else f"\n{row['side']}"
-    return f"{row['attack']}\n{ball_text(row)}{side}"
-
-
-def ball_text(row: Row) -> str:
-    """A row's ball, small L∞ radii in grey levels."""
-    eps = row["eps"] or 0.0
-    if row["norm"] == "linf" and abs(255 * eps - round(255 * eps)) < 1e-6:
-        return f"L∞ {round(255 * eps)}/255"
-    return f"{'L∞' if row['norm'] == 'linf' else 'L2'} {eps:g}"
-
-
-def collision_lines(rows: Sequence[Row]) -> list[str]:
-    """A sentence per collision: how close the latents came, and how far the target was."""
-    lines = {}
-    for row in rows:
-        if "mape_median" in row and "target_distance_median" in row:
-            lines[row["attack"], row["outliers"], row["eps"]] = (
-                f"{row['attack']} from {row['outliers']}: median MAPE {row['mape_median']:.4%}, "
-                f"the target {row['target_distance_median']:.1f} away, {ball_text(row)} allowed"
-            )
-    return list(lines.values())
-
-
-def print_listing(entries: list[dict[str, Any]], as_json: bool, hidden: set[str] | None = None) -> None:
-    """Entries as a table or as JSON."""
-    if as_json:
-        print_line(json.dumps(entries, indent=1))
-        return
-    shown = [key for key in entries[0] if key not in (hidden or set())]
-    table = Table()
-    for key in shown:
-        table.add_column(key, overflow="fold")
-    for entry in entries:
-        table.add_row(*(str(entry[key]) for key in shown))
-    wide_console().print(table)
-
-
-def wide_console() -> Console:
-    """The terminal at its own width; a pipe or file wide enough that no table is squeezed."""
-    return Console() if sys.stdout.isatty() else Console(width=200)
-
-
-def print_line(text: str, stream: Any = None) -> None:
-    """One piece of text, as it is."""
-    (stream or sys.stdout).write(text + "\n")

@@ -67,6 +67,8 @@ class Encoder(nn.Module):
         if pool not in ("mean", "flatten", None):
             raise ValueError(f"pool must be 'mean', 'flatten' or None, got {pool!r}")
         self.model = model
+        if not (layer is None or isinstance(layer, str | Sequence)):
+            raise ValueError(f"layer must be a name, several names, or None for the network's output, got {layer!r}")
         self.layer = layer if layer is None or isinstance(layer, str) else tuple(layer)
         if self.layer == () or not all(name is None or isinstance(name, str) for name in self.layers):
             raise ValueError(f"layer must be a name, several names, or None for the network's output, got {layer!r}")

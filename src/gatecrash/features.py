@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
 from gatecrash.encoder import Encoder, flat
 from gatecrash.files import replacing
@@ -78,12 +79,12 @@ class Keeper:
         self.form: Latent | None = None
 
     def take(self, z: Latent) -> None:
-        """One more batch."""
+        """One more batch, copied: it may be a view of something much larger, or be overwritten by the next one."""
         parts = leaves(z)
         if self.form is None:
             self.form, self.blocks = z, [[[]] for _ in parts]
         for blocks, part in zip(self.blocks, parts, strict=True):
-            blocks[-1].append(part)
+            blocks[-1].append(part.clone())
             if sum(map(len, blocks[-1])) >= ROWS:
                 blocks[-1] = [torch.cat(blocks[-1])]
                 blocks.append([])
@@ -92,7 +93,8 @@ class Keeper:
         """All latents; the keeper is empty afterwards."""
         if self.form is None:
             raise ValueError("there are no images to learn from")
-        return like(self.form, iter([drained(blocks) for blocks in self.blocks]))
+        form, self.form = self.form, None
+        return like(form, iter([drained(blocks) for blocks in self.blocks]))
 
 
 def drained(blocks: list[list[Tensor]]) -> Tensor:
@@ -113,6 +115,52 @@ def like(form: Latent, parts: Iterator[Tensor]) -> Latent:
     return next(parts) if isinstance(form, Tensor) else tuple(like(part, parts) for part in form)
 
 
+class Fingerprint:
+    """The SHA-256 of images in their order, however they are batched."""
+
+    def __init__(self) -> None:
+        self._digest, self._form, self._count = hashlib.sha256(), "", 0
+
+    def watch(self, data: Images, batch_size: int = 256) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """The batches of the data, each hashed as it goes by."""
+        for x, y in batches(data, batch_size):
+            form = f"{x.dtype} {tuple(x.shape[1:])}"
+            if form != self._form:
+                self._form = form
+                self._digest.update(f"{self._count} {form}".encode())
+            self._digest.update(bytes_of(x))
+            self._count += len(x)
+            yield x, y
+
+    def __str__(self) -> str:
+        return f"{self._count} {self._digest.hexdigest()}"
+
+
+def data_hash(data: Images) -> str:
+    """The hash of all images in their order, however they are batched."""
+    return hash_and_labels(data)[0]
+
+
+def hash_and_labels(data: Images) -> tuple[str, Tensor | None]:
+    """The hash of all images, and from the same pass their labels: a loader that shuffles has others in the next."""
+    seen = Fingerprint()
+    labels = all_or_none([None if y is None else y.clone() for _, y in seen.watch(data)])
+    return str(seen), labels
+
+
+def network_hash(model: nn.Module) -> str:
+    """The hash of a network: its weights, its buffers that are not saved, and its layers with their options."""
+    digest = hashlib.sha256(f"{type(model).__qualname__} {hash_of(model)} {model!r}".encode())
+    for name, buffer in model.named_buffers():
+        digest.update(name.encode() + bytes_of(buffer))
+    return digest.hexdigest()
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """What a tensor holds, for a hash."""
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+
+
 class Cache:
     """Latents in a folder, by the hash of the weights, the data and the taps. Maps are not kept: they are too large.
 
@@ -124,8 +172,12 @@ class Cache:
     def __init__(self, folder: str | Path, data: Images) -> None:
         self.folder = Path(folder)
         self.data = None if isinstance(data, Iterator) else data
-        self._weights: dict[int, str] = {}
-        self._hash: str | None = None
+        self._networks: dict[int, str] = {}
+
+    @cached_property
+    def known(self) -> tuple[str, Tensor | None]:
+        """The hash of the data, and the labels in that order."""
+        return ("", None) if self.data is None else hash_and_labels(self.data)
 
     def path(self, encoder: Reader) -> Path | None:
         """Where the latents of the data under an encoder are; None where they are not kept."""
@@ -133,49 +185,47 @@ class Cache:
             return None
         if encoder.pool is None and encoder.layers:
             return None
-        self._hash = self._hash or data_hash(self.data)
         model = encoder.model
-        self._weights.setdefault(id(model), f"{type(model).__qualname__} {hash_of(model)}")
+        if id(model) not in self._networks:
+            self._networks[id(model)] = network_hash(model)
         taps = [encoder.layer, encoder.pool, flat(encoder.mean), flat(encoder.std), encoder.size]
         device = None if encoder.device is None else encoder.device.type
-        key = json.dumps([1, self._weights[id(model)], self._hash, taps, device])
+        key = json.dumps([2, self._networks[id(model)], self.known[0], taps, device])
         return self.folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.safetensors"
 
     def read(self, encoder: Reader, device: torch.device) -> Latent | None:
         """What was kept; None where there is nothing, or a damaged file."""
         path = self.path(encoder)
+        if path is None or not path.is_file():
+            return None
         try:
-            content = load_file(path) if path is not None and path.is_file() else None
-        except SafetensorError:
+            with safe_open(path, framework="pt") as file:
+                parts = [file.get_tensor(str(i)) for i in range(len(file.keys()))]
+                whole = (file.metadata() or {}).get("sha256") == hash_of_all(parts)
+        except (SafetensorError, OSError):
             return None
-        if content is None:
+        if not whole:
             return None
-        parts = [content[str(i)].to(device) for i in range(len(content))]
+        parts = [part.to(device) for part in parts]
         several = isinstance(encoder, Encoder) and isinstance(encoder.layer, tuple)
         return tuple(parts) if several else parts[0]
 
-    def write(self, encoder: Reader, z: Latent) -> None:
-        """Keep latents."""
+    def write(self, encoder: Reader, z: Latent, seen: Fingerprint) -> None:
+        """Keep latents, unless the images that they are of are not those that the path is for."""
         path = self.path(encoder)
-        if path is not None:
+        if path is not None and str(seen) == self.known[0]:
+            parts = [leaf.detach().cpu().contiguous() for leaf in leaves(z)]
             with replacing(path) as draft:
-                save_file({str(i): leaf.detach().cpu().contiguous() for i, leaf in enumerate(leaves(z))}, draft)
+                tensors = {str(i): part for i, part in enumerate(parts)}
+                save_file(tensors, draft, metadata={"sha256": hash_of_all(parts)})
 
 
-def data_hash(data: Images) -> str:
-    """The SHA-256 of all images in their order, however they are batched."""
-    digest, count, shape = hashlib.sha256(), 0, None
-    for x, _ in batches(data):
-        if shape is None:
-            shape = (x.dtype, tuple(x.shape[1:]))
-        digest.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-        count += len(x)
-    return f"{shape} {count} {digest.hexdigest()}"
-
-
-def labels_of(data: Images, device: torch.device) -> Tensor | None:
-    """The labels of all images where every batch has them."""
-    return all_or_none([None if y is None else y.to(device) for _, y in batches(data)])
+def hash_of_all(tensors: Sequence[Tensor]) -> str:
+    """The SHA-256 of what several tensors hold."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(bytes_of(tensor))
+    return digest.hexdigest()
 
 
 def all_or_none(labels: Sequence[Tensor | None]) -> Tensor | None:

@@ -10,17 +10,24 @@ from gatecrash import L2, Ball, Encoder, Linf, worst_case
 from gatecrash.attacks.worst_case import SURROGATES, log_odds, margin
 from gatecrash.detectors import (
     DETECTORS,
+    GMM,
+    MCM,
     MSP,
     ODIN,
+    CLIPZeroShot,
     DeepEnsemble,
     Detector,
     Energy,
+    Gram,
     Mahalanobis,
     MaxLogit,
     OutlierExposureScore,
     RelativeMahalanobis,
     ScoreEnsemble,
+    Temperature,
+    ZhengHong,
 )
+from small_clip import WordedNet
 from small_models import blank, one_thread, squares, trained_net
 
 assert one_thread
@@ -44,6 +51,12 @@ MAKERS: dict[str, Callable[[], Detector]] = {
     "rmd": lambda: RelativeMahalanobis(features()),
     "ensemble": lambda: ScoreEnsemble([MSP(logits()), Energy(Encoder(trained_net(1)))]),
     "deep_ensemble": lambda: DeepEnsemble([trained_net(0), trained_net(1)]),
+    "temperature": lambda: Temperature(logits()),
+    "gmm": lambda: GMM(features(), components=4),
+    "zheng_hong": lambda: ZhengHong(features(), components=2),
+    "gram": lambda: Gram(features(), layers=["maps", "hidden"]),
+    "clip": lambda: CLIPZeroShot(WordedNet(trained_net()), inside=WordedNet.corners, outside=["nothing"], prompt="{}"),
+    "mcm": lambda: MCM(WordedNet(trained_net()), inside=WordedNet.corners, prompt="{}"),
 }
 
 
@@ -103,6 +116,7 @@ def test_evaluations_are_reported_per_attack_and_add_up() -> None:
     found = worst_case(detector, images, Linf(0.05), "out", "quick", others=squares(6)[0])
     assert set(found.spent) == {
         "score",
+        "small steps",
         *SURROGATES,
         "class 1",
         "collision 1",

@@ -6,11 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from torch import nn
 
+import gatecrash.detectors.words  # registers clip and mcm
+from gatecrash import audit_plan
 from gatecrash.audit.models import completed, load_model
-from gatecrash.audit.plan import ModelPlan
+from gatecrash.audit.plan import ModelPlan, parse_plan, plan_text, read_plan
 from gatecrash.networks import hash_of, save_weights
+from gatecrash.networks.clip import load_clip
+from small_clip import MEAN, SIZE, STD, write_clip
 
 
 def test_torchvision_timm_and_our_own_by_name(tmp_path: Path) -> None:
@@ -49,6 +54,10 @@ def test_a_hash_changes_with_any_weight() -> None:
         ({"name": "builtin:resnet20", "weights": "random", "options": {"depht": 3}}, "do not suit builtin:resnet20"),
         ({"name": "builtin:resnet20", "weights": "none.pth"}, "cannot read weights .*none.pth"),
         ({"name": "bundle:nowhere"}, "nowhere is no model bundle: model.json is missing"),
+        ({"name": "clip:nowhere"}, "there is no folder .*nowhere; a CLIP is a folder as transformers saves it"),
+        ({"name": "clip:x", "weights": "random"}, "model.weights: clip:x is all in its folder; leave weights out"),
+        ({"name": "clip:x", "options": {"a": 1}}, "model.options: clip:x is all in its folder; leave options out"),
+        ({"name": "builtin:resnet20", "weights": "w.npz"}, "w.npz: ResNetCifar has no .npz format"),
         ({"name": "os:getcwd"}, "'os' is not one of .*; if it is a module of yours whose code may run, say --trust"),
     ],
 )
@@ -126,3 +135,43 @@ def test_a_pickle_with_code_in_it_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="refused: the file holds code"):
         load_model(ModelPlan(name="builtin:resnet20", weights="bomb.pth"), tmp_path)
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_clip_brings_its_weights_and_its_preprocessing(tmp_path: Path) -> None:
+    write_clip(tmp_path / "small")
+    plan = ModelPlan(name="clip:small")
+    assert hash_of(load_model(plan, tmp_path)) == hash_of(load_clip(tmp_path / "small"))
+    filled = completed(plan, tmp_path)
+    assert (filled.mean, filled.std, filled.resize, filled.channels) == (list(MEAN), list(STD), SIZE, 3)
+    said = completed(ModelPlan(name="clip:small", mean=[0.5, 0.5, 0.5], resize=8), tmp_path)
+    assert (said.mean, said.std, said.resize) == ([0.5, 0.5, 0.5], list(STD), 8)
+
+
+def test_an_audit_of_words(tmp_path: Path) -> None:
+    write_clip(tmp_path / "small")
+    plan = {
+        "model": {"name": "clip:small", "size": 12},
+        "data": {
+            "inliers": {"source": "fashion:test", "limit": 8},
+            "outliers": {"noise": {"source": "noise", "limit": 6}},
+        },
+        "detectors": [
+            {"name": "clip", "inside": ["shirt", "shoe"], "outside": ["noise", "cat"]},
+            {"name": "mcm", "inside": ["shirt", "shoe", "bag"], "prompt": "a {}", "temperature": 0.1},
+        ],
+        "attacks": [{"name": "admit", "side": "both", "ball": {"norm": "linf", "eps": "8/255"}, "steps": 3}],
+    }
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(plan))
+    results = audit_plan(tmp_path / "plan.yaml", out=tmp_path / "run", device="cpu")
+    rows = {(row["detector"], row["attack"], row["side"]): row["auroc"] for row in results["rows"]}
+    for name in ("clip", "mcm"):
+        assert rows[name, "admit + evict", "both"] < rows[name, "none", "none"]
+
+
+def test_the_example_of_a_clip_fits_the_schema() -> None:
+    path = Path(gatecrash.__file__).parent / "audit" / "examples" / "clip.yaml"
+    plan = read_plan(path)
+    assert [detector.name for detector in plan.detectors] == ["clip", "mcm"]
+    assert [len(detector.options["inside"]) for detector in plan.detectors] == [100, 100]
+    assert parse_plan(plan_text(plan)) == plan
+    assert path.read_text().startswith("# ")

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from gatecrash.attacks.classifier import stepper_for
 from gatecrash.attacks.latent import latents
 from gatecrash.attacks.registry import register
 from gatecrash.attacks.score import require_fitted, scores
@@ -39,7 +40,7 @@ class Budget:
 
 BUDGETS = {
     "quick": Budget(steps=30, restarts=1, surrogate_steps=20, targets=1, collision_steps=20, square_steps=50),
-    "standard": Budget(steps=100, restarts=5, surrogate_steps=50, targets=3, collision_steps=50, square_steps=200),
+    "standard": Budget(steps=100, restarts=8, surrogate_steps=50, targets=3, collision_steps=50, square_steps=200),
     "thorough": Budget(steps=200, restarts=10, surrogate_steps=100, targets=9, collision_steps=100, square_steps=1000),
 }
 
@@ -68,11 +69,11 @@ def worst_case(
 ) -> WorstCase:
     """The strongest perturbation that a suite of attacks finds, per sample; there is nothing to tune.
 
-    In turn: APGD on the score itself; where the detector reads logits, APGD on surrogates that do not saturate
-    (log-odds, margin, spread of the logits) and towards each of the likeliest classes; transfer from the score without
-    preprocessing where it has one; collision with the nearest latents of `others`; a gradient-free Square search; and
-    the score once more from the best point of all, with halved and with annealed steps. Whatever an attack follows, its
-    points are ranked by the detector's own score.
+    In turn: APGD on the score itself, then plain small steps; where the detector reads logits, APGD on surrogates that
+    do not saturate (log-odds, margin, spread of the logits) and towards each of the likeliest classes; transfer from
+    the score without preprocessing where it has one; collision with the nearest latents of `others`; a gradient-free
+    Square search; and the score once more from the best point of all, with halved and with annealed steps. Whatever an
+    attack follows, its points are ranked by the detector's own score.
 
     Args:
         detector: any detector, fitted.
@@ -163,6 +164,7 @@ class _Suite:
         with torch.no_grad():
             example = logits_read(detector, detector.encode(self.images[:1]))
         self.classes = 0 if example is None else example.shape[1]
+        self.reads_logits_only = getattr(getattr(detector, "card", None), "reads", None) in ("logits", "scores")
 
     def run(self, warm: Tensor | None) -> WorstCase:
         """All attacks in turn, each on the samples that are left."""
@@ -193,6 +195,7 @@ class _Suite:
 
     def _attacks(self) -> Iterator[tuple[str, Callable[[str, Tensor], None]]]:
         yield "score", self._descend
+        yield "small steps", self._walk
         if self.classes > 1:
             for name, surrogate in SURROGATES.items():
                 yield name, partial(self._follow, surrogate)
@@ -262,10 +265,17 @@ class _Suite:
             self._objective,
             Apgd(),
             self.budget.steps,
-            # Where no logits tell which classes to aim at, more random starts look for them.
-            restarts=self.budget.restarts * (1 if self.classes > 1 else 3),
+            # Where logits do not tell all, more random starts look for what they leave out.
+            restarts=self.budget.restarts * (1 if self.reads_logits_only else 2),
             own_stop=True,
         )
+        self._take(name, rows, found.x, found.value)
+
+    def _walk(self, name: str, rows: Tensor) -> None:
+        """Plain small steps from the image itself, which pass through places that large ones leap over."""
+        steps = self.budget.steps
+        stepper = stepper_for(self.ball, share=2.5 / steps)
+        found = self._search(name, rows, self._objective, stepper, steps, own_stop=True)
         self._take(name, rows, found.x, found.value)
 
     def _polish(self, stepper: Stepper, name: str, rows: Tensor) -> None:
@@ -296,8 +306,12 @@ class _Suite:
             return logits.scatter(1, chosen, -torch.inf).logsumexp(dim=1) - logits.gather(1, chosen).squeeze(1)
 
         ranked = Ranked(self.detector, self.sign, away, self.images[rows])
-        self._search(name, rows, ranked, Apgd(), self.budget.surrogate_steps)
+        found = self._search(name, rows, ranked, Apgd(), self.budget.surrogate_steps)
         self._take(name, rows, ranked.x, ranked.value)
+        if not self.reads_logits_only:
+            # The score jumps where the predicted class changes, which its gradient does not see: climb on from there.
+            beyond = self._search(name, rows, self._objective, Apgd(), self.budget.steps, first=found.x, own_stop=True)
+            self._take(name, rows, beyond.x, beyond.value)
 
     def _logits(self, z: Latent) -> Tensor:
         logits = logits_read(self.detector, z)
@@ -373,9 +387,6 @@ def logits_read(detector: Detector, z: Latent) -> Tensor | None:
 
 
 def logit_parts(detector: Detector, z: Latent) -> list[Tensor]:
-    """The tensors in a latent that are logits."""
-    members = getattr(detector, "detectors", None)
-    if members is not None:
-        return [part for member, inner in zip(members, z, strict=True) for part in logit_parts(member, inner)]
-    reads = getattr(getattr(detector, "card", None), "reads", None)
-    return leaves(z) if reads == "logits" else []
+    """The tensors in a latent that are logits; none where the detector does not say."""
+    told: Callable[[Latent], list[Tensor]] | None = getattr(detector, "logits_in", None)
+    return [] if told is None else told(z)

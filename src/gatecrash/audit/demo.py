@@ -5,15 +5,16 @@ from __future__ import annotations
 from importlib.resources import files
 from pathlib import Path
 
-from gatecrash.audit.main import audit_plan, refuse_other_runs
+from gatecrash.audit.main import audit_plan
 from gatecrash.audit.manifest import pick_device
 from gatecrash.audit.plan import Plan, parse_plan
+from gatecrash.audit.running import refuse_other_runs
 from gatecrash.bundle import Bundle, Results
 from gatecrash.data import load_source
 from gatecrash.networks import NETWORKS, PRETRAINED, save_weights
 from gatecrash.training import seeded, train_classifier
 
-EXAMPLES = ("demo", "imagenet", "timm_vit")
+EXAMPLES = ("demo", "imagenet", "timm_vit", "clip")
 
 
 def example_text(name: str) -> str:

@@ -123,6 +123,13 @@ def build_detector(plan: DetectorPlan, encoder: Encoder, features: Encoder | Non
         raise ValueError(f"the options {plan.options} do not suit {plan.name}: {error}") from error
 
 
+def encoders_of(detector: Detector) -> Encoder | list[Encoder]:
+    """The encoder that `load` needs for a detector, or those of an ensemble's members."""
+    if detector.encoder is not None:
+        return detector.encoder
+    return [part for part in detector.modules() if isinstance(part, Encoder)]
+
+
 def load_images(
     plan: SourcePlan, folder: Path, *, channels: int | None = None, size: int | None = None, seed: int = 0
 ) -> ImageSet:

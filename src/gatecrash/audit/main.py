@@ -15,16 +15,13 @@ from gatecrash.audit.manifest import manifest_of, pick_device
 from gatecrash.audit.plan import AttackPlan, Plan, check_titles, read_plan, sentence
 from gatecrash.audit.rows import rows_of, sample_rows
 from gatecrash.audit.run import measure, rehearse
-from gatecrash.audit.work import Work
+from gatecrash.audit.running import carry_out, refuse_other_runs
 from gatecrash.ball import Ball
 from gatecrash.bundle import Bundle, Results
 from gatecrash.data import ImageSet
 from gatecrash.detectors import Detector
 from gatecrash.encoder import Encoder
 from gatecrash.images import Images
-
-AT_WORK = "work"
-"""The folder, inside a bundle, where pieces are kept until the run is finished."""
 
 
 def audit(
@@ -138,25 +135,13 @@ def run_job(job: Job, out: Path, *, resume: bool) -> Results:
     from gatecrash.report import write_report  # slow to import, and needed only at the end
 
     bundle = Bundle(out)
-    refuse_other_runs(bundle, resume=resume)
     manifest = manifest_of(seed=job.seed, device=job.device, networks=job.networks, sets=job.sets, attacks=job.attacks)
-    if bundle.exists():
-        refuse_another_plan(bundle, job, manifest)
-        if (out / "results.json").is_file() and not (out / AT_WORK).exists():
-            return bundle.results()
-        measured = measure(job, work := Work(out / AT_WORK, job.seed))
-    else:
-        rehearse(job)
-        bundle.write_manifest(manifest)
-        bundle.write_plan(job.plan)  # last: a run has begun once its plan stands there
-        work = Work(out / AT_WORK, job.seed)
-        try:
-            measured = measure(job, work)
-        except ValueError:
-            if not work.attacked:  # the user's mistake; nothing is lost by leaving no trace of it
-                work.clear()
-                bundle.discard()
-            raise
+    done = carry_out(
+        bundle, job.plan, manifest, job.seed, lambda: rehearse(job), lambda work: measure(job, work), resume=resume
+    )
+    if done is None:
+        return bundle.results()
+    measured, work = done
     bundle.write_samples(list(sample_rows(job, measured)))
     bundle.write_pictures(measured.pictures)
     rows = rows_of(job, measured)
@@ -174,34 +159,3 @@ def attack_plans(attacks: Sequence[Mapping[str, Any]]) -> list[AttackPlan]:
         raise ValueError(f"attacks: {sentence(error, AttackPlan)}") from None
     check_titles([f"{p.title} {p.ball.norm} {p.ball.eps}" for p in plans], "attack", "once is enough")
     return plans
-
-
-def refuse_other_runs(bundle: Bundle, *, resume: bool) -> None:
-    """Raises a ValueError when the folder holds something that must not be mixed with this run."""
-    folder = bundle.folder
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file; --out must name a folder")
-    if bundle.exists():
-        if not resume:
-            raise ValueError(f"{folder} holds another run; choose another --out, or go on with it: --resume")
-    elif folder.is_dir() and any(not leftover(path) for path in folder.iterdir()):
-        raise ValueError(f"{folder} holds other files and no run; choose an empty or new folder")
-
-
-def leftover(path: Path) -> bool:
-    """Whether a file is what a run that was killed at its very beginning leaves."""
-    return path.name == "manifest.json" or path.name.startswith((".manifest.", ".plan."))
-
-
-def refuse_another_plan(bundle: Bundle, job: Job, manifest: Mapping[str, Any]) -> None:
-    """Raises a ValueError when the run that is to go on had another plan, network or data."""
-    if bundle.plan_text() != job.plan:
-        raise ValueError(f"{bundle.folder} was begun with another plan, see its plan.yaml; choose another --out")
-    before = bundle.manifest()
-    for key, noun in (
-        ("networks", "other weights"),
-        ("data", "other images"),
-        ("code_sha256", "another version of gatecrash"),
-    ):
-        if before.get(key) != manifest[key]:
-            raise ValueError(f"{bundle.folder} was begun with {noun}; choose another --out")

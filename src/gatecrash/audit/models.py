@@ -1,4 +1,4 @@
-"""Networks by name: torchvision's, timm's, our own, a bundle's, or a user's function."""
+"""Networks by name: torchvision's, timm's, our own, a CLIP's, a bundle's, or a user's function."""
 
 from __future__ import annotations
 
@@ -10,17 +10,23 @@ from pathlib import Path
 from typing import Any
 from urllib.error import URLError
 
+import torch
 from pydantic import ValidationError
 from torch import nn
 
 from gatecrash.audit.plan import ModelPlan
 from gatecrash.files import at_home
 from gatecrash.networks import NETWORKS, PRETRAINED, load_weights
+from gatecrash.networks.clip import load_clip, read_preprocessing
 from gatecrash.registry import Registry, unknown
 
-Maker = Callable[[str, ModelPlan], nn.Module]
+Maker = Callable[[str, ModelPlan, Path], nn.Module]
+"""What makes a network of a name, its plan, and the folder that paths are relative to."""
 
 MAKERS: Registry[Maker] = Registry("kind of model")
+
+WITH_WEIGHTS = ("clip",)
+"""Kinds whose networks are never without weights."""
 
 
 def load_model(plan: ModelPlan, folder: Path, *, trust: bool = False) -> nn.Module:
@@ -44,20 +50,21 @@ def load_model(plan: ModelPlan, folder: Path, *, trust: bool = False) -> nn.Modu
         model = call_function(kind, name, plan, folder, trust=trust)
         needs_weights = False
     else:
-        model = MAKERS[kind](name, plan)
-        needs_weights = plan.weights not in ("default", "random")
+        model = MAKERS[kind](name, plan, folder)
+        needs_weights = kind not in WITH_WEIGHTS
     if needs_weights and plan.weights is None:
         raise ValueError(
             f"model.weights is missing: {plan.name} comes without any; give a .safetensors or .pth file, "
             '"default" for the library\'s own, or "random" to audit an untrained network'
         )
     if plan.weights is not None and plan.weights not in ("default", "random"):
-        load_weights(model, at_home(folder, plan.weights))
+        load = load_numpy if plan.weights.lower().endswith(".npz") else load_weights
+        load(model, at_home(folder, plan.weights))
     return model.eval()
 
 
 @MAKERS.register("torchvision")
-def _torchvision(name: str, plan: ModelPlan) -> nn.Module:
+def _torchvision(name: str, plan: ModelPlan, folder: Path) -> nn.Module:
     from torchvision import models
 
     known = models.list_models()
@@ -68,7 +75,7 @@ def _torchvision(name: str, plan: ModelPlan) -> nn.Module:
 
 
 @MAKERS.register("timm")
-def _timm(name: str, plan: ModelPlan) -> nn.Module:
+def _timm(name: str, plan: ModelPlan, folder: Path) -> nn.Module:
     import timm
 
     if not timm.is_model(name):
@@ -78,7 +85,7 @@ def _timm(name: str, plan: ModelPlan) -> nn.Module:
 
 
 @MAKERS.register("builtin")
-def _builtin(name: str, plan: ModelPlan) -> nn.Module:
+def _builtin(name: str, plan: ModelPlan, folder: Path) -> nn.Module:
     model = made(plan, lambda: NETWORKS[name](**plan.options))
     if plan.weights != "default":
         return model
@@ -86,6 +93,35 @@ def _builtin(name: str, plan: ModelPlan) -> nn.Module:
     if not shipped:
         raise ValueError(f"the package carries no weights for {plan.name}; give a .safetensors or .pth file")
     return load_weights(model, shipped[0].path)
+
+
+@MAKERS.register("clip")
+def _clip(name: str, plan: ModelPlan, folder: Path) -> nn.Module:
+    for key in ("weights", "options"):
+        if getattr(plan, key):
+            raise ValueError(f"model.{key}: {plan.name} is all in its folder; leave {key} out")
+    return load_clip(at_home(folder, name))
+
+
+def load_numpy(model: nn.Module, path: Path) -> None:
+    """Fill a ViT of timm's from the .npz file that its authors published; timm resizes position embeddings.
+
+    Raises:
+        ValueError: the network or the file is no such thing, or a weight is left without a value.
+    """
+    load = getattr(model, "load_pretrained", None)
+    if load is None:
+        raise ValueError(f"weights {path}: {type(model).__name__} has no .npz format; give a .safetensors or .pth file")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)  # timm leaves alone what it does not find, such as a head of another size
+    try:
+        load(str(path))
+    except Exception as error:  # timm checks little, and damaged bytes can fail anywhere
+        raise ValueError(f"weights {path} do not fit {type(model).__name__}: {' '.join(str(error).split())}") from error
+    for key, parameter in model.named_parameters():
+        if not bool(parameter.isfinite().all()):
+            raise ValueError(f"weights {path} do not fit {type(model).__name__}: no finite {key} of its shape")
 
 
 def call_function(module: str, function: str, plan: ModelPlan, folder: Path, *, trust: bool) -> nn.Module:
@@ -123,12 +159,16 @@ def bundled(folder: Path) -> ModelPlan:
 
 
 def completed(plan: ModelPlan, folder: Path) -> ModelPlan:
-    """The plan with what a model bundle knows filled in where the plan says nothing."""
+    """The plan with what a model bundle or the folder of a CLIP knows filled in where the plan says nothing."""
     kind, _, name = plan.name.partition(":")
-    if kind != "bundle":
+    if kind == "bundle":
+        known = bundled(folder / name).model_dump(exclude={"name", "weights", "options"})
+    elif kind == "clip":
+        mean, std, size = read_preprocessing(at_home(folder, name))
+        known = {"mean": list(mean), "std": list(std), "resize": size, "channels": len(mean)}
+    else:
         return plan
-    said = plan.model_dump(exclude_unset=True)
-    return ModelPlan.model_validate(bundled(folder / name).model_dump(exclude={"name", "weights", "options"}) | said)
+    return ModelPlan.model_validate(known | plan.model_dump(exclude_unset=True))
 
 
 def made(plan: ModelPlan, make: Callable[[], Any]) -> nn.Module:

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar, get_args, overload
 
 import yaml
 from pydantic import (
@@ -71,9 +71,9 @@ class ModelPlan(Part):
     """The network under audit."""
 
     name: str
-    """`torchvision:NAME`, `timm:NAME`, `builtin:NAME`, `bundle:DIR`, or `module:function` with --trust."""
+    """`torchvision:NAME`, `timm:NAME`, `builtin:NAME`, `clip:DIR`, `bundle:DIR`, or `module:function` with --trust."""
     weights: str | None = None
-    """A .safetensors or .pth file, relative to the plan; "default" for the library's or the package's own; "random"."""
+    """A .safetensors or .pth file (for timm's ViTs also .npz), relative to the plan; "default"; "random"."""
     options: dict[str, Any] = Field(default_factory=dict)
     """What the network's constructor takes, e.g. {num_classes: 43}."""
     layer: str | list[str] | None = None
@@ -307,8 +307,17 @@ def check_titles(titles: Sequence[str], noun: str, advice: str) -> None:
             raise ValueError(f"two {noun}s are called {title!r}; {advice}")
 
 
-def read_plan(path: str | Path) -> Plan:
-    """The plan in a YAML file.
+P = TypeVar("P", bound=BaseModel)
+
+
+@overload
+def read_plan(path: str | Path) -> Plan: ...
+@overload
+def read_plan(path: str | Path, schema: type[P]) -> P: ...
+
+
+def read_plan(path: str | Path, schema: type[BaseModel] = Plan) -> BaseModel:
+    """The plan in a YAML file, an audit's unless another schema is given.
 
     Raises:
         ValueError: in one line: the file is missing, is not YAML, has tags that would build objects, or does not fit
@@ -319,10 +328,16 @@ def read_plan(path: str | Path) -> Plan:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read plan {path}: {getattr(error, 'strerror', None) or 'not a text file'}") from error
-    return parse_plan(text, str(path))
+    return parse_plan(text, str(path), schema)
 
 
-def parse_plan(text: str, name: str = "plan") -> Plan:
+@overload
+def parse_plan(text: str, name: str = "plan") -> Plan: ...
+@overload
+def parse_plan(text: str, name: str, schema: type[P]) -> P: ...
+
+
+def parse_plan(text: str, name: str = "plan", schema: type[BaseModel] = Plan) -> BaseModel:
     """The plan in a YAML text; `name` stands in messages."""
     try:
         content = yaml.safe_load(text)
@@ -332,19 +347,25 @@ def parse_plan(text: str, name: str = "plan") -> Plan:
     except yaml.YAMLError as error:
         raise ValueError(f"{name} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{name} must be a mapping with the keys {', '.join(Plan.model_fields)}")
-    return plan_from(content, name)
+        raise ValueError(f"{name} must be a mapping with the keys {', '.join(schema.model_fields)}")
+    return plan_from(content, name, schema)
 
 
-def plan_from(content: Mapping[str, Any], name: str = "plan") -> Plan:
+@overload
+def plan_from(content: Mapping[str, Any], name: str = "plan") -> Plan: ...
+@overload
+def plan_from(content: Mapping[str, Any], name: str, schema: type[P]) -> P: ...
+
+
+def plan_from(content: Mapping[str, Any], name: str = "plan", schema: type[BaseModel] = Plan) -> BaseModel:
     """The plan in a mapping, as YAML would give it."""
     try:
-        return Plan.model_validate(content)
+        return schema.model_validate(content)
     except ValidationError as error:
-        raise ValueError(f"{name}: {sentence(error, Plan)}") from None
+        raise ValueError(f"{name}: {sentence(error, schema)}") from None
 
 
-def plan_text(plan: Plan) -> str:
+def plan_text(plan: BaseModel) -> str:
     """The plan as YAML, defaults filled in."""
     return str(yaml.safe_dump(plan.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
 
@@ -368,15 +389,14 @@ def sentence(error: ValidationError, schema: type[BaseModel]) -> str:
 
 def allowed_keys(schema: type[BaseModel], location: Sequence[str]) -> list[str]:
     """The keys that the part of a plan at a location may have."""
-    parts: dict[str, type[BaseModel]] = {
-        "model": ModelPlan,
-        "data": DataPlan,
-        "attacks": AttackPlan,
-        "detectors": DetectorPlan,
-        "ball": BallPlan,
-        "pictures": PicturePlan,
-    }
-    sources = {"inliers", "outliers", "fit", "held_out", "fit_outliers", "start", "targets"}
     for step in location:
-        schema = SourcePlan if step in sources else parts.get(step, schema)
+        if step in schema.model_fields:
+            schema = part_in(schema.model_fields[step].annotation) or schema
     return list(schema.model_fields)
+
+
+def part_in(annotation: Any) -> type[BaseModel] | None:
+    """The part of a plan that a field holds, alone, in a list or in a mapping."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((part for inner in get_args(annotation) if (part := part_in(inner)) is not None), None)

@@ -13,13 +13,13 @@ from gatecrash.attacks import admit, attack_softmax, collide, evict, worst_case
 from gatecrash.attacks.classifier import stepper_for
 from gatecrash.attacks.latent import latents
 from gatecrash.attacks.softmax import PIXEL
-from gatecrash.audit.job import Job, Showcase, labelled
+from gatecrash.audit.job import Job, Showcase, encoders_of, labelled
 from gatecrash.audit.plan import AttackPlan
 from gatecrash.audit.work import Payload, Work
 from gatecrash.ball import distance
 from gatecrash.bundle import Pictures
 from gatecrash.data import ImageSet
-from gatecrash.detectors import Detector, fit_all
+from gatecrash.detectors import fit_all
 from gatecrash.encoder import Encoder
 from gatecrash.found import Found
 from gatecrash.progress import progress
@@ -151,13 +151,6 @@ def fit(job: Job, work: Work) -> None:
             detector.save(work.path(f"fitted | {title}"))
     if work.bar is not None:
         work.bar.advance(len(job.detectors), note="fitting")
-
-
-def encoders_of(detector: Detector) -> Encoder | list[Encoder]:
-    """The encoder that `load` needs for a detector, or those of an ensemble's members."""
-    if detector.encoder is not None:
-        return detector.encoder
-    return [part for part in detector.modules() if isinstance(part, Encoder)]
 
 
 def pieces_of(job: Job) -> Iterator[Piece]:

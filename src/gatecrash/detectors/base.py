@@ -16,13 +16,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from gatecrash.detectors.fit import Learner, fit_all
+from gatecrash.detectors.scoring import scores_all
 from gatecrash.encoder import Encoder, as_encoder
 from gatecrash.features import Keeper, Reader, all_or_none, encoded
 from gatecrash.files import replacing
-from gatecrash.images import Images, batches, check_images
+from gatecrash.images import Images, check_images
 from gatecrash.metrics import threshold_at_tpr
-from gatecrash.progress import tracked
-from gatecrash.protocols import Latent
+from gatecrash.protocols import Latent, leaves
 from gatecrash.registry import Registry
 
 
@@ -154,11 +154,16 @@ class Detector(Stateful, ABC):
         return [] if self.card.fit == "nothing" else [self]
 
     @property
-    def fit_reader(self) -> Reader:
-        """What makes the latents that `fit` learns from; detectors with the same encoder share one pass."""
+    def reader(self) -> Reader:
+        """What makes the latents that `judge` takes: the encoder where that is all, so that detectors can share it."""
         if self.encoder is not None and type(self).encode is Detector.encode:
             return self.encoder
         return self.encode
+
+    @property
+    def fit_reader(self) -> Reader:
+        """What makes the latents that `fit` learns from; detectors with the same encoder share one pass."""
+        return self.reader
 
     def check_data(self, held_out: Images | None, outliers: Images | None) -> None:
         """Raises a ValueError when an option needs data that `fit` was not given."""
@@ -188,15 +193,7 @@ class Detector(Stateful, ABC):
         Raises:
             ValueError: a score is NaN; it names the first such batch.
         """
-        self.require_fitted()
-        scores = []
-        for index, (x, _) in enumerate(tracked(batches(data, batch_size), "scoring")):
-            with torch.no_grad():
-                scores.append(self.judge(self.encode(x.to(self.device))).to(x.dtype))
-            check_scores(scores[-1], self, f", first in batch {index}")
-        if not scores:
-            raise ValueError("there are no images to score")
-        return torch.cat(scores)
+        return scores_all([self], data, batch_size)[0]
 
     def calibrate(self, inliers: Images, tpr: float = 0.95) -> Self:
         """Store the smallest threshold that accepts at least a share `tpr` of the inliers."""
@@ -232,6 +229,10 @@ class Detector(Stateful, ABC):
     def preprocesses(self) -> bool:
         """Whether images are changed before the network sees them, so that the unprocessed score differs."""
         return False
+
+    def logits_in(self, z: Latent) -> list[Tensor]:
+        """The logits (B, K) among what a latent holds, which tell an attacker which classes to aim at."""
+        return leaves(z) if self.card.reads == "logits" else []
 
     @property
     def spec(self) -> dict[str, Any]:

@@ -19,6 +19,9 @@ from gatecrash.protocols import Latent, leaves
 
 Weighting = Literal["samples", "classes"]
 
+CHUNK = 1 << 23
+"""Numbers that are looked at together in float64, 64 MiB."""
+
 
 class Gaussians(Stateful):
     """Gaussians of one covariance, one per class: squared Mahalanobis distances as plain ones after whitening."""
@@ -31,7 +34,8 @@ class Gaussians(Stateful):
         """Class means and the shared covariance of features z (N, D) with labels y (N,)."""
         labels, y = torch.unique(y, return_inverse=True)
         means, centre = class_means(z, y, len(labels))
-        rounding = torch.finfo(z.dtype).eps * z.abs().amax().to(means)
+        # Not z.abs().amax(): that would be a copy of all features.
+        rounding = torch.finfo(z.dtype).eps * torch.stack(torch.aminmax(z)).abs().amax().to(means)
         whiten = inverse_root(shared_covariance(z, means, y, weighting), rounding.square())
         self.centre, self.whiten = centre.to(z), whiten.to(z)
         self.means = ((means - centre) @ whiten).to(z)
@@ -202,8 +206,9 @@ class RelativeMahalanobis(Detector):
         ).mean(dim=0)
 
 
-def in_double(z: Tensor, y: Tensor, rows: int = 16384) -> Iterator[tuple[Tensor, Tensor]]:
+def in_double(z: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Features and labels in chunks of rows, in float64, so that there is never a copy of all of them."""
+    rows = max(1, CHUNK // z.shape[1])
     for part, labels in zip(z.split(rows), y.split(rows), strict=True):
         exact = part.double() if part.device.type != "mps" else part.cpu().double()
         yield exact, labels.to(exact.device)

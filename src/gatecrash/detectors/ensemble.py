@@ -46,6 +46,10 @@ class ScoreEnsemble(Detector):
         """The mean of the members' scores, (B,)."""
         return torch.stack([member.judge(part) for member, part in zip(self.detectors, z, strict=True)]).mean(dim=0)
 
+    def logits_in(self, z: Latent) -> list[Tensor]:
+        """The logits that the members read."""
+        return [part for member, inner in zip(self.detectors, z, strict=True) for part in member.logits_in(inner)]
+
     @property
     def preprocesses(self) -> bool:
         """Whether a member does."""

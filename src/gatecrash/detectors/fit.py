@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from gatecrash.features import Cache, Keeper, Reader, all_or_none, encoded, labels_of, reader_key, shared_pass
+from gatecrash.features import Cache, Fingerprint, Keeper, Reader, all_or_none, encoded, reader_key, shared_pass
 from gatecrash.images import Images
 from gatecrash.protocols import Latent
 
@@ -52,10 +52,13 @@ def fit_all(
         ValueError: data that a detector needs is missing, or the network's output is NaN; it names the first batch.
     """
     learning = list({id(part): part for detector in detectors for part in detector.to_fit()}.values())
+    # What can be read only once is kept, since every detector and every option under trial reads it.
+    held_out, outliers = (list(data) if isinstance(data, Iterator) else data for data in (held_out, outliers))
     for detector in learning:
         detector.check_data(held_out, outliers)
-    for detector in [*learning, *(whole for whole in detectors if whole.to_fit())]:
+    for detector in learning:
         detector.forget()
+    for detector in [*learning, *(whole for whole in detectors if whole.to_fit())]:
         detector.threshold = None
     # Buffers made in inference mode could not be part of a gradient later.
     with torch.inference_mode(False), torch.no_grad():
@@ -75,7 +78,6 @@ class Reading:
         self.keeping: list[Detector] = []
         self.learners: list[Learner] = []
         self.keeper = Keeper()
-        self.known: Latent | None = None
 
     def add(self, detector: Detector) -> None:
         """One more detector that learns from this."""
@@ -85,11 +87,6 @@ class Reading:
         else:
             self.learners.append(learner)
 
-    def recall(self, cache: Cache, device: torch.device) -> None:
-        """Take the latents from the cache where they are all that is wanted."""
-        if not self.learners:
-            self.known = cache.read(self.reader, device)
-
     def take(self, z: Latent, y: Tensor | None) -> None:
         """One more batch."""
         for learner in self.learners:
@@ -97,18 +94,17 @@ class Reading:
         if self.keeping:
             self.keeper.take(z)
 
-    def finish(self, y: Tensor | None, cache: Cache | None) -> None:
-        """Let the detectors learn what needs all latents together."""
+    def whole(self) -> Latent | None:
+        """All latents of the pass; None where no detector wants them together."""
+        return self.keeper.whole() if self.keeping else None
+
+    def finish(self, z: Latent | None, y: Tensor | None) -> None:
+        """Let the detectors learn from all batches, or from all latents and labels together."""
         for learner in self.learners:
             learner.finish()
-        if self.keeping and self.known is None:
-            self.known = self.keeper.whole()
-            if cache is not None:
-                cache.write(self.reader, self.known)
-        if self.known is not None:
+        if z is not None:
             for detector in self.keeping:
-                detector.fit_latents(self.known, y)
-        self.known = None
+                detector.fit_latents(z, y)
 
 
 def learn(
@@ -119,26 +115,45 @@ def learn(
     for detector in detectors:
         reader = detector.fit_reader
         readings.setdefault(reader_key(reader), Reading(reader)).add(detector)
-    if cache is not None:
-        for reading in readings.values():
-            reading.recall(cache, device)
-    unread = [reading for reading in readings.values() if reading.known is None]
-    if unread:
-        labels: list[Tensor | None] = []
-        run = shared_pass([reading.reader for reading in unread])
-        for latents, y in encoded(run, inliers, device, batch_size):
-            labels.append(y)
-            for reading, z in zip(unread, latents, strict=True):
-                reading.take(z, y)
-        if not labels:
-            raise ValueError("there are no images to learn from")
-        known_labels = all_or_none(labels)
-    else:
-        known_labels = labels_of(inliers, device)
+    unread = [reading for reading in readings.values() if not recalled(reading, cache, device)]
+    if not unread:
+        return
+    labels: list[Tensor | None] = []
+    seen = Fingerprint()
+    run = shared_pass([reading.reader for reading in unread])
+    source = inliers if cache is None else seen.watch(inliers, batch_size)
+    for latents, y in encoded(run, source, device, batch_size):
+        require_labels(detectors, y)
+        labels.append(None if y is None else y.clone())
+        for reading, z in zip(unread, latents, strict=True):
+            reading.take(z, y)
+    if not labels:
+        raise ValueError("there are no images to learn from")
+    y = all_or_none(labels)
+    for reading in unread:
+        whole = reading.whole()
+        if cache is not None and whole is not None:
+            cache.write(reading.reader, whole, seen)
+        reading.finish(whole, y)
+
+
+def recalled(reading: Reading, cache: Cache | None, device: torch.device) -> bool:
+    """Let the detectors learn from the cache, with the labels of the pass that found it; False where it is empty."""
+    if cache is None or reading.learners:
+        return False
+    z = cache.read(reading.reader, device)
+    if z is None:
+        return False
+    y = cache.known[1]
+    require_labels(reading.keeping, y)
+    reading.finish(z, None if y is None else y.to(device))
+    return True
+
+
+def require_labels(detectors: Sequence[Detector], y: Tensor | None) -> None:
+    """Raises a ValueError when a detector needs labels and there are none."""
     for detector in detectors:
-        if known_labels is None and detector.card.fit == "labelled inliers":
+        if y is None and detector.card.fit == "labelled inliers":
             raise ValueError(
                 f"{type(detector).__name__}.fit needs labels: give (images, labels), or a loader of such pairs"
             )
-    for reading in readings.values():
-        reading.finish(known_labels, cache)

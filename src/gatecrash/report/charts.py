@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, TypedDict
 
 import altair as alt
@@ -12,6 +13,7 @@ from gatecrash.report.bins import Bins, Values
 from gatecrash.report.formats import percent
 
 Columns = dict[str, list[Any]]
+Specification = dict[str, Any]
 
 COORDINATES = 512
 """At most this many coordinates of a latent are drawn, evenly chosen."""
@@ -61,26 +63,32 @@ class Drawings:
         return name
 
 
-def specifications() -> dict[str, dict[str, Any]]:
-    """The specification of every kind of chart, without data."""
-    kinds: dict[str, alt.TopLevelMixin] = {
-        "scores": _scores_chart("linear"),
-        "scores_log": _scores_chart("log"),
-        "mape": _mape_chart(),
-        "latents": _latents_chart(),
-    }
+def specifications() -> dict[str, Specification]:
+    """The specification of every kind of chart of an audit, without data."""
+    return framed(
+        {
+            "scores": _scores_chart("linear"),
+            "scores_log": _scores_chart("log"),
+            "mape": _mape_chart(),
+            "latents": _latents_chart(),
+        }
+    )
+
+
+def framed(kinds: Mapping[str, alt.TopLevelMixin]) -> dict[str, Specification]:
+    """The specifications of several kinds of charts, with what all charts have in common."""
     return {name: {**chart.to_dict(), **_FRAME} for name, chart in kinds.items()}
 
 
 def scores_drawing(bins: Bins, inliers: Values, outliers: Values) -> Drawing:
     """Two histograms over the same bins."""
     counts = {"inliers": bins.counts(inliers).tolist(), "outliers": bins.counts(outliers).tolist()}
-    return {"spec": "scores_log" if bins.log else "scores", "data": {"bins": {**_edges(bins), **counts}}}
+    return {"spec": "scores_log" if bins.log else "scores", "data": {"bins": {**edges_of(bins), **counts}}}
 
 
 def mape_drawing(bins: Bins, mape: Values) -> Drawing:
     """A histogram of MAPE; the bins are in fractions, the axis in per cent."""
-    edges = {name: [100 * edge for edge in column] for name, column in _edges(bins).items()}
+    edges = {name: [100 * edge for edge in column] for name, column in edges_of(bins).items()}
     return {"spec": "mape", "data": {"bins": {**edges, "count": bins.counts(mape).tolist()}}}
 
 
@@ -90,13 +98,13 @@ def latents_drawing(target: Tensor, start: Tensor, found: Tensor, mape: float | 
     columns = {"target": target, "start": start, "found": found}
     points: Columns = {"coordinate": shown.tolist()}
     for name, latent in columns.items():
-        points[name] = [_rounded(value) for value in latent.double().numpy()[shown]]
+        points[name] = [rounded(value) for value in latent.double().numpy()[shown]]
     return {"spec": "latents", "data": {"points": points, "note": {"text": [f"MAPE {percent(mape)}"]}}}
 
 
 def _scores_chart(scale: Literal["linear", "log"]) -> alt.TopLevelMixin:
     axis = alt.Axis(title=None, tickCount=4, format=".3~g", labelOverlap=True)
-    base = _named("bins").encode(
+    base = given("bins").encode(
         x=alt.X("low:Q", scale=alt.Scale(type=scale, zero=False, nice=False), axis=axis),
         x2="high:Q",
         tooltip=[
@@ -115,7 +123,7 @@ def _scores_chart(scale: Literal["linear", "log"]) -> alt.TopLevelMixin:
 
 def _mape_chart() -> alt.TopLevelMixin:
     axis = alt.Axis(title="MAPE in %", tickCount=4, format=".2~g", labelOverlap="greedy", labelSeparation=8)
-    base = _named("bins").mark_rect(color=OUTLIER, opacity=0.8).properties(height=130)
+    base = given("bins").mark_rect(color=OUTLIER, opacity=0.8).properties(height=130)
     chart: alt.TopLevelMixin = base.encode(
         x=alt.X("low:Q", scale=alt.Scale(type="log", nice=False), axis=axis),
         x2="high:Q",
@@ -131,12 +139,12 @@ def _mape_chart() -> alt.TopLevelMixin:
 
 
 def _latents_chart() -> alt.TopLevelMixin:
-    base = _named("points").encode(
+    base = given("points").encode(
         x=alt.X("coordinate:Q", axis=alt.Axis(title="latent coordinate", tickMinStep=1), scale=alt.Scale(nice=False)),
         tooltip=["coordinate:Q", *(alt.Tooltip(f"{name}:Q", format=".4~g") for name in ("target", "start", "found"))],
     )
     value = alt.Axis(title="value", tickCount=5)
-    note = _named("note").mark_text(align="right", baseline="bottom", dy=-5, color="currentColor")
+    note = given("note").mark_text(align="right", baseline="bottom", dy=-5, color="currentColor")
     return alt.layer(
         base.mark_point(shape="diamond", filled=True, color=START, size=24, opacity=0.8).encode(
             y=alt.Y("start:Q", axis=value)
@@ -151,16 +159,17 @@ def _latents_chart() -> alt.TopLevelMixin:
     ).properties(height=210)
 
 
-def _named(name: str) -> alt.Chart:
+def given(name: str) -> alt.Chart:
     """A chart of data that the page will give under `name`."""
     return alt.Chart(alt.NamedData(name=name))
 
 
-def _edges(bins: Bins) -> Columns:
-    edges = [_rounded(edge) for edge in bins.edges]
+def edges_of(bins: Bins) -> Columns:
+    """The lower and the upper edge of every bin."""
+    edges = [rounded(edge) for edge in bins.edges]
     return {"low": edges[:-1], "high": edges[1:]}
 
 
-def _rounded(value: float) -> float | None:
+def rounded(value: float) -> float | None:
     """Six significant digits, which is more than a chart shows; None for what is not finite."""
     return float(f"{value:.6g}") if np.isfinite(value) else None

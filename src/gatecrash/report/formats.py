@@ -11,6 +11,9 @@ ABSENT = "–"
 
 _TIED = "\N{NO-BREAK SPACE}"
 
+_PLAIN, _SMALLEST = 0.001, 1e-300
+"""p-values are written without an exponent from the first on, and not at all below the second."""
+
 NORMS = {"l2": "L2", "linf": "L∞"}
 
 
@@ -32,6 +35,24 @@ def general(value: float | None, digits: int = 3) -> str:
 def percent(value: float | None) -> str:
     """A fraction in per cent with two significant digits, 0.023 %."""
     return f"{100 * value:.2g}{_TIED}%" if value is not None and known([value]) else ABSENT
+
+
+def spread(mean: float | None, deviation: float | None, repeats: int, places: int = 3) -> str:
+    """A mean with its standard deviation over the repeats, "0.912 ± 0.004"; the number alone where there is one."""
+    text = decimal(mean, places)
+    return text if repeats < 2 or text == ABSENT else f"{text} ±{_TIED}{decimal(deviation, places)}"
+
+
+def probability(p: float | None) -> str:
+    """A p-value with two significant digits, 0.013 or 9.6e-8."""
+    if p is None or not known([p]):
+        return ABSENT
+    if p < _SMALLEST:
+        return f"<{_TIED}{_SMALLEST:.0e}"
+    if p >= _PLAIN:
+        return f"{p:.2g}"
+    digits, exponent = f"{p:.1e}".split("e")
+    return f"{digits}e{int(exponent)}"
 
 
 def span(values: Sequence[float]) -> str:

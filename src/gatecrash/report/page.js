@@ -26,19 +26,20 @@
     }
   };
 
-  const choice = document.getElementById("contest");
-  const choose = () => {
-    for (const contest of document.querySelectorAll("[data-contest]")) {
+  // A list shows one of the contests of its own section.
+  const choose = (choice) => {
+    for (const contest of choice.closest("section").querySelectorAll("[data-contest]")) {
       contest.hidden = contest.dataset.contest !== choice.value;
     }
-    return drawVisible();
   };
-  if (choice) {
-    choice.addEventListener("change", choose);
-    choose();
-  } else {
-    drawVisible();
+  for (const choice of document.querySelectorAll("select")) {
+    choice.addEventListener("change", () => {
+      choose(choice);
+      drawVisible();
+    });
+    choose(choice);
   }
+  drawVisible();
 
   let opened = [];
   window.addEventListener("beforeprint", () => {

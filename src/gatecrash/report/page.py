@@ -1,4 +1,4 @@
-"""The page: what a bundle holds, put into the template and written beside it."""
+"""The page: what every report has, put into its template and written beside the bundle."""
 
 from __future__ import annotations
 
@@ -13,66 +13,56 @@ import vl_convert
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from gatecrash.bundle import Bundle, Row
+from gatecrash.bundle import Bundle, Results, TriageResults
 from gatecrash.files import write_text
-from gatecrash.report import auroc_table, words
-from gatecrash.report.charts import Drawings, specifications
+from gatecrash.report.charts import Drawings, Specification
 from gatecrash.report.formats import cell, counted
-from gatecrash.report.gallery import galleries
-from gatecrash.report.panels import contests, mape_panels
-from gatecrash.report.scores import Samples
-from gatecrash.report.table import Table
-from gatecrash.report.tiles import tiles
 
 _HERE = Path(__file__).parent
 
 
-def write_report(bundle: Bundle) -> Path:
-    """Write the bundle's `report.html`, one file that needs no network, and return where it stands.
-
-    Raises:
-        ValueError: the folder holds no finished run, or a file of it is damaged.
-    """
+def write_page(bundle: Bundle, text: str) -> Path:
+    """Write a page as the bundle's `report.html` and return where it stands."""
     # A name that came from a file system may hold lone surrogates, which no UTF-8 file can.
-    text = render(bundle).encode("utf-8", "replace").decode("utf-8")
-    write_text(bundle.report, text)
+    write_text(bundle.report, text.encode("utf-8", "replace").decode("utf-8"))
     return bundle.report
 
 
-def render(bundle: Bundle) -> str:
-    """The page as HTML."""
-    results, samples, drawings = bundle.results(), Samples(bundle.samples()), Drawings()
-    rows, table = results["rows"], Table(results["rows"])
-    columns = list(dict.fromkeys(name for row in rows for name in row))
+def render_page(
+    template: str,
+    bundle: Bundle,
+    results: Results | TriageResults,
+    specifications: Mapping[str, Specification],
+    drawings: Drawings,
+    **content: Any,
+) -> str:
+    """A template filled with its content and with what every page has: checks, plan, manifest, charts, scripts."""
     scripts = {"vega": _vega(), "page": _own("page.js")}
     return (
         _environment()
-        .get_template("template.html.j2")
+        .get_template(template)
         .render(
-            title=_title(rows),
-            headline=words.headline(table),
-            findings=words.findings(table),
-            rule=words.RULE,
-            tiles=tiles(rows, table),
-            settings=[table.label(setting) for setting in table.settings],
-            halves=table.has_halves,
-            lines=auroc_table.lines(table),
-            legend=auroc_table.legend(),
-            columns=columns,
-            rows=[[cell(row.get(name)) for name in columns] for row in rows],
-            galleries=galleries(bundle.pictures(), drawings),
-            contests=contests(table, samples, drawings),
-            mape=mape_panels(samples.collisions(), drawings),
             checks=results["checks"],
             verdict=_verdict([check["status"] for check in results["checks"]]),
             plan=bundle.plan_text(),
             manifest=_flat(results["manifest"]),
-            charts={"specs": specifications(), "charts": drawings.named},
+            charts={"specs": specifications, "charts": drawings.named},
             style=_own("page.css"),
             scripts=scripts,
             hashes=[_hash(script) for script in scripts.values()],
+            **content,
         )
     )
+
+
+def columns_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The keys of all rows, in the order in which they first appear."""
+    return list(dict.fromkeys(name for row in rows for name in row))
+
+
+def cells_of(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> list[list[str]]:
+    """The rows as texts, column by column."""
+    return [[cell(row.get(name)) for name in columns] for row in rows]
 
 
 def _environment() -> Environment:
@@ -101,11 +91,6 @@ def _vega() -> Markup:
 def _hash(script: str) -> str:
     """A script's hash as a content security policy names it; the page runs these scripts and no other."""
     return "sha256-" + base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")
-
-
-def _title(rows: Sequence[Row]) -> str:
-    sets = list(dict.fromkeys(row["inliers"] for row in rows))
-    return f"Out-of-distribution audit of {', '.join(sets)}" if sets else "Out-of-distribution audit"
 
 
 def _verdict(statuses: Sequence[str]) -> str:

@@ -1,0 +1,189 @@
+"""Results on the terminal: tables, sentences, JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from gatecrash.bundle import Bundle, Check, PurifiedRow, Results, Row, TriageResults, TriageRow
+
+
+def print_results(results: Results, bundle: Bundle, as_json: bool) -> None:
+    """The AUROC of every detector, clean and after each attack, and where the report is."""
+    if as_json:
+        print_line(json.dumps(results, indent=1))
+        return
+    columns: dict[str, str] = {}
+    for row in results["rows"]:
+        columns.setdefault(column_of(row), "")
+    table = Table(title="AUROC")
+    table.add_column("detector")
+    table.add_column("outliers")
+    for column in columns:
+        table.add_column(column, justify="right")
+    pairs = dict.fromkeys((row["detector"], row["outliers"]) for row in results["rows"])
+    for detector, outliers in pairs:
+        values = {
+            column_of(row): f"{row['auroc']:.3f}"
+            for row in results["rows"]
+            if (row["detector"], row["outliers"]) == (detector, outliers)
+        }
+        table.add_row(detector, outliers, *(values.get(column, "") for column in columns))
+    wide_console().print(table)
+    for line in collision_lines(results["rows"]):
+        print_line(line)
+    print_failures(results["checks"])
+    print_line(f"report: {bundle.report}")
+
+
+def print_failures(checks: Sequence[Check]) -> None:
+    """The checks that failed."""
+    for check in checks:
+        if check["status"] == "fail":
+            print_line(f"check {check['name']} failed: {check['sentence']}")
+
+
+def print_triage(results: TriageResults, bundle: Bundle, as_json: bool) -> None:
+    """How well every detector finds mistakes, adversarial images and outliers, and where the report is."""
+    if as_json:
+        print_line(json.dumps(results, indent=1))
+        return
+    rows = results["rows"]
+    mistakes = [row for row in rows if row["task"] == "mistakes"]
+    if mistakes:
+        wide_console().print(mistakes_table(mistakes))
+    for task, noun in (("adversarial", "adversarial images"), ("outliers", "outliers")):
+        found = [row for row in rows if row["task"] == task]
+        if found:
+            wide_console().print(auroc_table(found, f"AUROC, {noun}", results["accuracy"]))
+    if results["purified"]:
+        wide_console().print(purified_table(results["purified"]))
+    accuracy = ", ".join(f"{name} {value:.4f}" for name, value in results["accuracy"].items())
+    print_line(f"accuracy of the classifier: {accuracy}")
+    print_failures(results["checks"])
+    print_line(f"report: {bundle.report}")
+
+
+def mistakes_table(rows: Sequence[TriageRow]) -> Table:
+    """A line per detector: the U test and how well it finds the classifier's mistakes."""
+    first = rows[0]
+    table = Table(title=f"The classifier's mistakes: {first['n_out']} of {first['n_in'] + first['n_out']} test images")
+    table.add_column("detector")
+    for column in ("U test p", "AUROC", "AUPR in", "AUPR out", "threshold", "precision", "recall"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        several = row["repeats"] > 1
+        chosen = (
+            [f"{row['threshold']:.4g}", f"{row['precision']:.3f}", f"{row['recall']:.3f}"]
+            if "threshold" in row and "precision" in row
+            else ["", "", ""]
+        )
+        table.add_row(
+            row["detector"],
+            f"{row['p']:.2g}" if "p" in row else "",
+            give_or_take(row["auroc"], row["auroc_std"], several),
+            give_or_take(row["aupr_in"], row["aupr_in_std"], several),
+            give_or_take(row["aupr_out"], row["aupr_out_std"], several),
+            *chosen,
+        )
+    return table
+
+
+def auroc_table(rows: Sequence[TriageRow], title: str, accuracy: dict[str, float]) -> Table:
+    """A line per detector, a column per set; the classifier's accuracy first, where that is known."""
+    sets = list(dict.fromkeys(row["against"] for row in rows))
+    table = Table(title=title)
+    table.add_column("detector")
+    for name in sets:
+        table.add_column(f"{name}\naccuracy {accuracy[name]:.3f}" if name in accuracy else name, justify="right")
+    for detector in dict.fromkeys(row["detector"] for row in rows):
+        cells = {
+            row["against"]: give_or_take(row["auroc"], row["auroc_std"], row["repeats"] > 1)
+            for row in rows
+            if row["detector"] == detector
+        }
+        table.add_row(detector, *(cells.get(name, "") for name in sets))
+    return table
+
+
+def purified_table(rows: Sequence[PurifiedRow]) -> Table:
+    """A line per point of the grid: accuracy before and after."""
+    table = Table(title="Accuracy before and after purification")
+    table.add_column("detector")
+    for column in ("step ε", "pull ν", "validation before", "after", "test before", "after"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        several = row["repeats"] > 1
+        validation = (
+            [
+                f"{row['validation_before']:.4f}",
+                give_or_take(row["validation_after"], row["validation_std"], several, 4),
+            ]
+            if "validation_before" in row
+            else ["", ""]
+        )
+        test = [f"{row['test_before']:.4f}", give_or_take(row["test_after"], row["test_std"], several, 4)]
+        table.add_row(row["detector"], f"{row['step']:g}", f"{row['pull']:g}", *validation, *test)
+    return table
+
+
+def give_or_take(mean: float, std: float, several: bool, digits: int = 3) -> str:
+    """A mean with its standard deviation, where there are several values."""
+    return f"{mean:.{digits}f} ± {std:.{digits}f}" if several else f"{mean:.{digits}f}"
+
+
+def column_of(row: Row) -> str:
+    """The head of a row's column: the attack, its ball and its side."""
+    if row["attack"] == "none":
+        return "clean"
+    side = "" if row["attack"].startswith("collide") else f"\n{row['side']}"
+    return f"{row['attack']}\n{ball_text(row)}{side}"
+
+
+def ball_text(row: Row) -> str:
+    """A row's ball, small L∞ radii in grey levels."""
+    eps = row["eps"] or 0.0
+    if row["norm"] == "linf" and abs(255 * eps - round(255 * eps)) < 1e-6:
+        return f"L∞ {round(255 * eps)}/255"
+    return f"{'L∞' if row['norm'] == 'linf' else 'L2'} {eps:g}"
+
+
+def collision_lines(rows: Sequence[Row]) -> list[str]:
+    """A sentence per collision: how close the latents came, and how far the target was."""
+    lines = {}
+    for row in rows:
+        if "mape_median" in row and "target_distance_median" in row:
+            lines[row["attack"], row["outliers"], row["eps"]] = (
+                f"{row['attack']} from {row['outliers']}: median MAPE {row['mape_median']:.4%}, "
+                f"the target {row['target_distance_median']:.1f} away, {ball_text(row)} allowed"
+            )
+    return list(lines.values())
+
+
+def print_listing(entries: list[dict[str, Any]], as_json: bool, hidden: set[str] | None = None) -> None:
+    """Entries as a table or as JSON."""
+    if as_json:
+        print_line(json.dumps(entries, indent=1))
+        return
+    shown = [key for key in entries[0] if key not in (hidden or set())]
+    table = Table()
+    for key in shown:
+        table.add_column(key, overflow="fold")
+    for entry in entries:
+        table.add_row(*(str(entry[key]) for key in shown))
+    wide_console().print(table)
+
+
+def wide_console() -> Console:
+    """The terminal at its own width; a pipe or file wide enough that no table is squeezed."""
+    return Console() if sys.stdout.isatty() else Console(width=200)
+
+
+def print_line(text: str, stream: Any = None) -> None:
+    """One piece of text, as it is."""
+    (stream or sys.stdout).write(text + "\n")

@@ -1,0 +1,120 @@
+"""The plan of a triage: the YAML file's schema."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+
+from gatecrash.audit.plan import (
+    DetectorPlan,
+    ModelPlan,
+    Part,
+    Seed,
+    SourcePlan,
+    check_titles,
+    named,
+    number,
+    numbers,
+)
+from gatecrash.ball import BALLS
+
+Radii = Annotated[
+    list[PositiveFloat], BeforeValidator(lambda value: numbers(value if isinstance(value, list) else [value]))
+]
+
+
+class TriageData(Part):
+    """Which images play which part."""
+
+    inliers: SourcePlan
+    """Labelled test images, on which the classifier makes its mistakes."""
+    outliers: dict[str, SourcePlan] = Field(default_factory=dict)
+    fit: SourcePlan | None = None
+    """Labelled training images, to fit the detectors on."""
+    held_out: SourcePlan | None = None
+    """Labelled validation images: temperatures, thresholds and normalisations come from them."""
+    fit_outliers: SourcePlan | None = None
+    """Known outliers for detectors with an option that needs them; not those of the test."""
+
+
+class AdversarialPlan(Part):
+    """Adversarial images against the classifier."""
+
+    name: Literal["fgsm", "bim"]
+    eps: Radii = Field(min_length=1)
+    norm: Annotated[str, named(BALLS)] = "linf"
+    steps: PositiveInt = 10
+    """For `bim`; `fgsm` takes one."""
+    step: Annotated[float, BeforeValidator(number), Field(gt=0, allow_inf_nan=False)] | None = None
+    """For `bim`: eps / steps when not given."""
+
+    @model_validator(mode="after")
+    def _sensible(self) -> AdversarialPlan:
+        if self.name == "fgsm" and (self.step is not None or self.steps != 10):
+            raise ValueError("fgsm takes one step of length eps; steps and step are for bim")
+        return self
+
+
+class PurifyPlan(Part):
+    """Purification of features: the grid of the paper's Appendix B."""
+
+    detectors: list[str] | None = None
+    """Titles of detectors that judge features; every `gmm` of the plan when not given."""
+    step: list[PositiveFloat] = Field(default=[0.1, 0.01], min_length=1)
+    """ε, the learning rates."""
+    pull: list[NonNegativeFloat] = Field(default=[0.0, 0.01, 0.1, 1.0], min_length=1)
+    """ν, how strongly features are held back."""
+    steps: PositiveInt = 100
+
+
+class TriagePlan(Part):
+    """All that a triage does."""
+
+    model: ModelPlan
+    data: TriageData
+    detectors: list[DetectorPlan] = Field(min_length=1)
+    adversarial: list[AdversarialPlan] = Field(default_factory=list)
+    fooled_only: bool = False
+    """Whether only those adversarial images count that the classifier gets wrong and whose originals it got right."""
+    purify: PurifyPlan | None = None
+    repeats: Annotated[int, Field(ge=1, le=1000)] = 1
+    """How often detectors with a seed are fitted, each time with another one."""
+    folds: Annotated[int, Field(ge=2, le=100)] = 5
+    """Of the cross-validation that chooses the threshold."""
+    seed: Seed = 0
+    batch_size: PositiveInt = 100
+    """Images that are attacked together, and saved together."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _grid(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("purify") is True:
+            value = value | {"purify": {}}
+        return value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> TriagePlan:
+        titles = [detector.title for detector in self.detectors]
+        check_titles(titles, "detector", "give one a label")
+        check_titles([f"{a.name} {a.norm}" for a in self.adversarial], "attack", "list its eps in one")
+        for name in self.data.outliers:
+            if name in ("inliers", "held_out", "mistakes"):
+                raise ValueError(f"data.outliers: a set of outliers cannot be called {name!r}")
+        needy = [detector.title for detector in self.detectors if detector.learns]
+        if needy and self.data.fit is None:
+            raise ValueError(f"data.fit is missing: {', '.join(needy)} must be fitted on inliers")
+        if self.purify is not None:
+            for title in self.purify.detectors or []:
+                if title not in titles:
+                    raise ValueError(f"purify.detectors: {title!r} is none of the plan's: {', '.join(titles)}")
+            if not self.purified:
+                raise ValueError("purify needs a detector of features: name one, or add a gmm to the detectors")
+        return self
+
+    @property
+    def purified(self) -> list[str]:
+        """The titles of the detectors that purify."""
+        if self.purify is None:
+            return []
+        return self.purify.detectors or [part.title for part in self.detectors if part.name == "gmm"]
