@@ -4,8 +4,8 @@
 
 `mahalanobis`: features to scores, 100 classes × 512 features, 256 at a time, against pytorch-ood's. `gram`: maps to
 scores, the network not counted, at two sets of layers of a DenseNet-BC, against the same score one image at a time with
-the whole Gram matrix, written here from its definition. A ratio is the peer's median time over ours; scores must agree,
-or there is no ratio.
+the whole Gram matrix in float64, as Liang et al. have it (App. H), written here from its definition. A ratio is the
+peer's median time over ours; scores must agree, or there is no ratio.
 OUT gets one JSON file per part, with versions, threads and date.
 """
 
@@ -60,7 +60,7 @@ def mahalanobis(repeats: int) -> dict[str, Any]:
 
 
 class GramOneByOne:
-    """Gram as it is defined: for one image at a time, every power's whole matrix, then its row sums."""
+    """Gram as Liang et al. compute it (App. H): one image at a time, in float64, every power's whole matrix."""
 
     def __init__(self, inliers: list[list[Tensor]], held_out: list[list[Tensor]]) -> None:
         found: dict[int | None, list[list[Tensor]]] = {None: []}  # None: of all classes, for one never predicted
@@ -80,7 +80,7 @@ class GramOneByOne:
         """The signed roots of the row sums of G_p = F^p (F^p)ᵀ, for all powers, (P, C)."""
         rows = []
         for power in POWERS:
-            raised = maps.flatten(1) ** power
+            raised = maps.double().flatten(1) ** power
             sums = (raised @ raised.T).sum(dim=1)
             rows.append(sums.sign() * sums.abs() ** (1 / power))
         return torch.stack(rows)

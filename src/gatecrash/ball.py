@@ -73,7 +73,7 @@ class Ball(ABC):
         if x.device.type != "mps":
             x, centre = x.double(), centre.double()
         if self.box is None:  # latents have any size, and rounding goes with it
-            slack *= max(1.0, float(centre.abs().max()))
+            slack *= max(1.0, float(centre.abs().max()), self.eps)
         inside = self.distance(x, centre) <= self.eps + slack
         if self.box is not None:
             flat = x.flatten(1)

@@ -159,7 +159,8 @@ TRIAGE_SAMPLES = pa.schema(
     ]
 )
 """A row per image, detector and repeat of a triage. `role` is "in", "held_out", "out" or "adversarial"; adversarial
-images have the index and label of the test image they were made from."""
+images have the index and label of the test image they were made from. Detectors without a seed are the same in every
+repeat, and have rows in repeat 0 only."""
 
 SAMPLES = pa.schema(
     [

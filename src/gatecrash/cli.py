@@ -6,6 +6,7 @@ import inspect
 import json
 import sys
 from dataclasses import asdict
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -61,6 +62,9 @@ Seed = Annotated[int, typer.Option(min=0, max=2**62, help="Determines every rand
 
 def main() -> None:
     """Run a command; a user's mistake is one line on standard error and exit code 2."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # a terminal that has no ± must not cost a finished run its table
+            stream.reconfigure(errors="replace")
     try:
         status = app(standalone_mode=False)
     except UsageMistake as error:
@@ -138,6 +142,7 @@ def triage_command(
     resume: Resume = False,
     device: Device = "auto",
     trust: Trust = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 when a check of the result fails.")] = False,
     example: Annotated[str | None, typer.Option(help=f"Print an example plan: {', '.join(TRIAGES)}.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -152,6 +157,8 @@ def triage_command(
     folder = out or Path("runs") / plan.stem
     results = triage_plan(plan, out=folder, resume=resume, device=device, trust=trust)
     print_triage(results, Bundle(folder), as_json)
+    if strict and any(check["status"] == "fail" for check in results["checks"]):
+        raise typer.Exit(1)
 
 
 @app.command("collide")

@@ -119,7 +119,7 @@ def fit_mixture(
     Raises:
         ValueError: an argument is out of range, z holds NaN or infinity, or a covariance collapsed.
     """
-    check_options(components, covariance, restarts, steps, tol, floor)
+    check_options(components, covariance, restarts, steps, tol, floor, seed)
     check_data(z, components, covariance, start)
     with torch.no_grad(), progress("fitting a mixture") as bar:
         em = EM(z, covariance, floor, rows or rows_at_once(components, z.shape[1], z.device))
@@ -524,9 +524,17 @@ def collapsed(floor: float) -> str:
     )
 
 
-def check_options(components: int, covariance: str, restarts: int, steps: int, tol: float, floor: float) -> None:
+def check_options(
+    components: int, covariance: str, restarts: int, steps: int, tol: float, floor: float, seed: int = 0
+) -> None:
     """Raises a ValueError when an option of `fit_mixture` is out of range."""
     COVARIANCES[covariance]
+    whole = {"components": components, "restarts": restarts, "steps": steps, "seed": seed}
+    for name, value in whole.items():
+        if not isinstance(value, int):
+            raise ValueError(f"{name} must be a whole number, got {value!r}")
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"seed must be from 0 to 2^63 − 1, got {seed}")
     for name, value in (("components", components), ("restarts", restarts), ("steps", steps)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")

@@ -180,8 +180,11 @@ def print_listing(entries: list[dict[str, Any]], as_json: bool, hidden: set[str]
 
 
 def wide_console() -> Console:
-    """The terminal at its own width; a pipe or file wide enough that no table is squeezed."""
-    return Console() if sys.stdout.isatty() else Console(width=200)
+    """The terminal at its own width; a pipe or file wide enough that no table is squeezed.
+
+    Labels are a user's: what looks like markup or an emoji's name in them is printed as it is.
+    """
+    return Console(width=None if sys.stdout.isatty() else 200, markup=False, emoji=False)
 
 
 def print_line(text: str, stream: Any = None) -> None:

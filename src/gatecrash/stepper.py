@@ -211,7 +211,10 @@ class Apgd:
 @STEPPERS.register("langevin")
 @dataclass(frozen=True)
 class Langevin:
-    """x − α·g + σ·n with n standard normal: samples from exp(−objective) (JEM: α = 1, σ = 0.01)."""
+    """x − α·g + σ·n with n standard normal: samples from exp(−objective) (JEM: α = 1, σ = 0.01).
+
+    A coordinate whose step would not be finite, because α is too large for the objective, stays where it is.
+    """
 
     step: float = 1.0
     noise: float = 0.01
@@ -230,7 +233,8 @@ class Langevin:
     def move(self, walk: Walk, state: State) -> Tensor:
         """One step against the gradient itself, with noise."""
         step = scheduled(self.step, self.schedule, walk)
-        return walk.x - step * gradient_of(walk) + self.noise * walk.normal()
+        moved = walk.x - step * gradient_of(walk) + self.noise * walk.normal()
+        return torch.where(moved.isfinite(), moved, walk.x)
 
 
 @STEPPERS.register("square")

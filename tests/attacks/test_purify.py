@@ -101,3 +101,10 @@ def test_bad_input_is_refused() -> None:
         purify(gaussian, features(), ball=L2(1.0))
     with pytest.raises(ValueError, match=r"features must be floats of shape \(B, ...\), got torch.int64 \(2, 3\)"):
         purify(gaussian, torch.zeros(2, 3, dtype=torch.long))
+
+
+def test_a_learning_rate_far_too_large_leaves_finite_features() -> None:
+    features = torch.ones(3, 4)
+    found = purify(lambda z: 1e6 * z.square().sum(dim=1), features, step=1.0, steps=100, keep="last")
+    assert found.x.isfinite().all()
+    assert (found.x.abs() > 1e6).all()  # it did diverge, and says so by where it ended

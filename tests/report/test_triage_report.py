@@ -538,7 +538,7 @@ def test_a_report_is_the_same_each_time(bundle: Bundle, page: Page) -> None:
 
 
 def test_what_is_no_finished_triage_is_refused(bundle: Bundle, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="another kind of run: a triage"):
+    with pytest.raises(ValueError, match="another kind of run: triage instead of audit"):
         write_report(bundle)
     with pytest.raises(ValueError, match="holds no finished run"):
         write_triage_report(Bundle(tmp_path / "nothing"))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gatecrash.audit.models import completed, load_model
 from gatecrash.audit.plan import AttackPlan, DetectorPlan, PicturePlan, Plan, SourcePlan, plan_text
@@ -123,11 +123,18 @@ def build_detector(plan: DetectorPlan, encoder: Encoder, features: Encoder | Non
         raise ValueError(f"the options {plan.options} do not suit {plan.name}: {error}") from error
 
 
-def encoders_of(detector: Detector) -> Encoder | list[Encoder]:
-    """The encoder that `load` needs for a detector, or those of an ensemble's members."""
+def encoders_of(detector: Detector) -> Any:
+    """What `load` and `build` need beside a detector's spec: its encoder, or a list with every member's."""
+    if isinstance(detector, ScoreEnsemble):
+        return [encoders_of(member) for member in detector.detectors]
     if detector.encoder is not None:
         return detector.encoder
-    return [part for part in detector.modules() if isinstance(part, Encoder)]
+    return encoders_in(detector)
+
+
+def encoders_in(module: nn.Module) -> list[Encoder]:
+    """The encoders among a module's parts, each once."""
+    return [part for part in module.modules() if isinstance(part, Encoder)]
 
 
 def load_images(

@@ -163,6 +163,10 @@ class DetectorPlan(BaseModel):
         return self.label or self.name
 
 
+LARGEST = 1e6
+"""The largest radius that a plan may name; no image is further away."""
+
+
 class BallPlan(Part):
     """How far an attack may go."""
 
@@ -171,7 +175,8 @@ class BallPlan(Part):
 
     @model_validator(mode="after")
     def _positive(self) -> BallPlan:
-        self.ball()
+        if max(self.ball().ladder) > LARGEST:
+            raise ValueError(f"eps must be at most {LARGEST:g}, in pixels from 0 to 1")
         return self
 
     def ball(self) -> Ball:

@@ -108,6 +108,11 @@ class Mahalanobis(Detector):
         return self.magnitude > 0
 
     @property
+    def reader(self) -> Reader:
+        """The layers of the input as it is, where nothing is moved: other detectors can share them then."""
+        return self.encode if self.encoder is None or self.preprocesses else self.encoder
+
+    @property
     def fit_reader(self) -> Reader:
         """The layers of the input as it is."""
         return self.encode if self.encoder is None else self.encoder

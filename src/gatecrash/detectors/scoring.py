@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,33 +11,51 @@ from torch import Tensor
 from gatecrash.features import Reader, reader_key, shared_pass
 from gatecrash.images import Images, batches
 from gatecrash.progress import tracked
+from gatecrash.protocols import Latent
 
 if TYPE_CHECKING:
     from gatecrash.detectors.base import Detector
 
 
 def scores_all(detectors: Sequence[Detector], data: Images, batch_size: int = 256) -> list[Tensor]:
-    """The scores (N,) of every detector, from one pass in which every network runs once per batch; all on one device.
+    """The scores (N,) of every detector, from one pass; all on one device.
+
+    A network runs once per batch for all detectors that only read its layers. Detectors that encode in a way of their
+    own, such as ODIN and ensembles, run theirs.
 
     Raises:
         ValueError: a detector is not fitted, there are no images, or a score is NaN; it names the first such batch.
     """
+    parts = [scores for scores, _ in score_batches(detectors, data, batch_size)]
+    if not parts:
+        raise ValueError("there are no images to score")
+    return [torch.cat(scores) for scores in zip(*parts, strict=True)]
+
+
+def score_batches(
+    detectors: Sequence[Detector], data: Images, batch_size: int = 256, also: Sequence[Reader] = ()
+) -> Iterator[tuple[list[Tensor], list[Latent]]]:
+    """Batch by batch, every detector's scores (B,), and what further readers make of the images in the same pass.
+
+    Raises:
+        ValueError: there is no detector, one is not fitted, or a score is NaN; it names the first such batch.
+    """
     from gatecrash.detectors.base import check_scores
 
+    if not detectors:
+        raise ValueError("there is no detector to score with")
     for detector in detectors:
         detector.require_fitted()
+    wanted = [*(detector.reader for detector in detectors), *also]
     readers: dict[Any, Reader] = {}
-    for detector in detectors:
-        readers.setdefault(reader_key(detector.reader), detector.reader)
-    place = {key: index for index, key in enumerate(readers)}
-    run = shared_pass(list(readers.values()))
-    parts: list[list[Tensor]] = [[] for _ in detectors]
+    for reader in wanted:
+        readers.setdefault(reader_key(reader), reader)
+    keys, run = [reader_key(reader) for reader in wanted], shared_pass(list(readers.values()))
     for index, (x, _) in enumerate(tracked(batches(data, batch_size), "scoring")):
         with torch.no_grad():
-            latents = run(x.to(detectors[0].device))
-            for detector, scores in zip(detectors, parts, strict=True):
-                scores.append(detector.judge(latents[place[reader_key(detector.reader)]]).to(x.dtype))
-                check_scores(scores[-1], detector, f", first in batch {index}")
-    if not all(parts):
-        raise ValueError("there are no images to score")
-    return [torch.cat(scores) for scores in parts]
+            read = dict(zip(readers, run(x.to(detectors[0].device)), strict=True))
+            latents = [read[key] for key in keys]
+            scores = [d.judge(z).to(x.dtype) for d, z in zip(detectors, latents, strict=False)]
+        for detector, found in zip(detectors, scores, strict=True):
+            check_scores(found, detector, f", first in batch {index}")
+        yield scores, latents[len(detectors) :]

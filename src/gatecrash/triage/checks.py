@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
 from gatecrash.audit.checks.leakage import shared
-from gatecrash.audit.checks.registry import Finding, Status, sentence, worst
+from gatecrash.audit.checks.registry import Finding, Status, in_words, sentence, worst
 from gatecrash.bundle import Check
 from gatecrash.triage.job import TriageJob
 from gatecrash.triage.rows import Sorted
@@ -23,24 +23,33 @@ HARMLESS = 0.9
 def run_checks(job: TriageJob, findings: Findings) -> list[Check]:
     """How every doubt came out."""
     groups = Sorted(job, findings)
-    found = {
-        "mistakes_suffice": mistakes_suffice(groups),
-        "adversaries_fool": adversaries_fool(job, groups),
-        "threshold_is_held_out": threshold_is_held_out(groups),
-        "leakage": leakage(job),
+    doubts: dict[str, Callable[[], Finding]] = {
+        "mistakes_suffice": lambda: mistakes_suffice(groups),
+        "adversaries_fool": lambda: adversaries_fool(job, groups),
+        "threshold_is_held_out": lambda: threshold_is_held_out(groups),
+        "leakage": lambda: leakage(job),
     }
+    found = {name: looked(look) for name, look in doubts.items()}
     return [{"name": name, "status": f.status, "sentence": sentence(f.words)} for name, f in found.items()]
 
 
+def looked(look: Callable[[], Finding]) -> Finding:
+    """What a check found; an error inside it is a failure that says so, and the run is not lost for it."""
+    try:
+        return look()
+    except Exception as error:
+        return Finding("fail", f"The check could not be done: {in_words(error)}")
+
+
 def mistakes_suffice(groups: Sorted) -> Finding:
-    """There are enough mistakes to tell detectors apart by them."""
+    """There are enough mistakes, and enough that are none, to tell detectors apart by them."""
     right = groups.right[INLIERS]
     wrong = int((~right).sum())
     words = f"{wrong} of {len(right)} test images are classified wrongly"
     if wrong == 0 or wrong == len(right):
         return Finding("fail", f"{words}, so there is nothing to tell apart")
-    if wrong < FEW:
-        return Finding("warn", f"{words}; with fewer than {FEW} an AUROC says little")
+    if min(wrong, len(right) - wrong) < FEW:
+        return Finding("warn", f"{words}; with fewer than {FEW} of either kind an AUROC says little")
     return Finding("pass", words)
 
 
@@ -53,19 +62,21 @@ def adversaries_fool(job: TriageJob, groups: Sorted) -> Finding:
     for adversary in job.adversaries:
         after = groups.accuracy(adversary.title)
         words = f"{adversary.title} takes the accuracy from {before:.3f} to {after:.3f}"
-        status: Status = "fail" if after > before else "warn" if after > HARMLESS * before else "pass"
+        status: Status = "fail" if after > before else "warn" if after >= HARMLESS * before else "pass"
         seen.append(Finding(status, words, closeness=after))
     return worst(seen, "attacks")
 
 
 def threshold_is_held_out(groups: Sorted) -> Finding:
     """The threshold comes from other images than those it is judged on."""
-    if HELD_OUT in groups.right:
-        wrong = int((~groups.right[HELD_OUT]).sum())
-        if wrong < 2:
-            return Finding("warn", f"Only {wrong} validation images are classified wrongly, too few for a threshold")
-        return Finding("pass", f"Chosen on {len(groups.right[HELD_OUT])} validation images, {wrong} of them mistakes")
-    return Finding("warn", "The plan has no data.held_out, so the threshold was chosen on the test images themselves")
+    name, noun = (HELD_OUT, "validation") if HELD_OUT in groups.right else (INLIERS, "test")
+    right = groups.right[name]
+    wrong = int((~right).sum())
+    if min(wrong, len(right) - wrong) < 2:
+        return Finding("warn", f"No threshold was chosen: {wrong} of {len(right)} {noun} images are mistakes")
+    if name == INLIERS:
+        return Finding("warn", "There are no held-out images, so the threshold was chosen on the test images")
+    return Finding("pass", f"Chosen on {len(right)} validation images, {wrong} of them mistakes")
 
 
 def leakage(job: TriageJob) -> Finding:

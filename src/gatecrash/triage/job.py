@@ -10,37 +10,14 @@ from typing import Any
 
 import torch
 
-from gatecrash.audit.job import build_detector, encoders_of, load_images
+from gatecrash.audit.job import build_detector, encoders_in, encoders_of, load_images
 from gatecrash.audit.models import completed, load_model
 from gatecrash.audit.plan import SourcePlan, plan_text
-from gatecrash.ball import BALLS, Ball
 from gatecrash.data import ImageSet
 from gatecrash.detectors import Detector, build
 from gatecrash.encoder import Encoder
 from gatecrash.networks import hash_of
-from gatecrash.triage.plan import AdversarialPlan, PurifyPlan, TriagePlan
-
-
-@dataclass(frozen=True)
-class Adversary:
-    """One attack on the classifier with one radius."""
-
-    plan: AdversarialPlan
-    eps: float
-
-    @property
-    def ball(self) -> Ball:
-        """How far it may go."""
-        return BALLS[self.plan.norm](self.eps)
-
-    @property
-    def title(self) -> str:
-        """What it is called in tables, small L∞ radii in grey levels."""
-        if self.plan.norm != "linf":
-            return f"{self.plan.name} {self.plan.norm.upper()} {self.eps:g}"
-        levels = 255 * self.eps
-        whole = abs(levels - round(levels)) < 1e-6
-        return f"{self.plan.name} {f'{round(levels)}/255' if whole else f'{self.eps:g}'}"
+from gatecrash.triage.plan import AdversarialPlan, Adversary, PurifyPlan, TriagePlan, adversaries_of
 
 
 @dataclass(frozen=True)
@@ -73,7 +50,7 @@ class TriageJob:
     @property
     def adversaries(self) -> list[Adversary]:
         """Every attack with every radius."""
-        return [Adversary(plan, eps) for plan in self.adversarial for eps in plan.eps]
+        return adversaries_of(self.adversarial)
 
     @property
     def sets(self) -> dict[str, ImageSet]:
@@ -88,29 +65,41 @@ class TriageJob:
     @property
     def networks(self) -> dict[str, str]:
         """The SHA-256 of every network's weights."""
-        parts = [part for d in self.detectors.values() for part in d.modules() if isinstance(part, Encoder)]
+        parts = [part for detector in self.detectors.values() for part in encoders_in(detector)]
         models = {id(encoder.model): encoder.model for encoder in [self.encoder, *parts]}
         return {f"{type(model).__name__} {number}": hash_of(model) for number, model in enumerate(models.values())}
 
+    def repeats_of(self, title: str) -> range:
+        """The repeats in which a detector is another one: all where it has a seed, else the first."""
+        return range(self.repeats if has_seed(self.detectors[title].spec) else 1)
+
     def repeat(self, number: int) -> dict[str, Detector]:
-        """The detectors of one repeat, each with a seed of its own; those without a seed are the same in all."""
-        return {title: reseeded(detector, number) for title, detector in self.detectors.items()}
+        """The detectors that are new in a repeat, each with a seed of its own; in the first all of them."""
+        return {
+            title: reseeded(detector, number)
+            for title, detector in self.detectors.items()
+            if number in self.repeats_of(title)
+        }
+
+
+def has_seed(spec: dict[str, Any]) -> bool:
+    """Whether a detector, or a member of it, draws random numbers."""
+    return isinstance(spec["options"].get("seed"), int) or any(map(has_seed, spec.get("members", [])))
 
 
 def reseeded(detector: Detector, number: int) -> Detector:
-    """The detector with its seed raised by a number, not fitted; the detector itself where it has no seed."""
-    spec = copy.deepcopy(detector.spec)
-    if number == 0 or not raise_seeds(spec, number):
-        return detector
-    return build(spec, encoders_of(detector))
+    """The detector with every seed raised by a number, not fitted; in the first repeat the detector itself."""
+    return detector if number == 0 else build(raised(detector.spec, number), encoders_of(detector))
 
 
-def raise_seeds(spec: dict[str, Any], number: int) -> bool:
-    """Raise every seed in a detector's spec and its members'; whether there was one."""
-    found = "seed" in spec["options"]
-    if found:
+def raised(spec: dict[str, Any], number: int) -> dict[str, Any]:
+    """A detector's spec with its seed, and its members', raised by a number."""
+    spec = copy.deepcopy(spec)
+    if isinstance(spec["options"].get("seed"), int):
         spec["options"]["seed"] += number
-    return any([found, *(raise_seeds(member, number) for member in spec.get("members", []))])
+    if "members" in spec:
+        spec["members"] = [raised(member, number) for member in spec["members"]]
+    return spec
 
 
 def job_of_triage(plan: TriagePlan, folder: Path, device: torch.device, *, trust: bool = False) -> TriageJob:

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import ValidationError
 
-from gatecrash.audit.job import as_set, named_detectors
+from gatecrash.audit.job import as_set, encoders_in, named_detectors
 from gatecrash.audit.manifest import manifest_of, pick_device
-from gatecrash.audit.plan import read_plan, sentence
+from gatecrash.audit.plan import Part, read_plan, sentence
 from gatecrash.audit.running import carry_out, refuse_other_runs
 from gatecrash.bundle import Bundle, TriageResults
 from gatecrash.data import ImageSet
 from gatecrash.detectors import Detector
+from gatecrash.detectors.base import own_state
 from gatecrash.encoder import Encoder
+from gatecrash.features import hash_of_all, network_key
 from gatecrash.images import Images
 from gatecrash.triage.checks import run_checks
 from gatecrash.triage.job import TriageJob, job_of_triage
-from gatecrash.triage.plan import AdversarialPlan, PurifyPlan, TriagePlan
+from gatecrash.triage.plan import AdversarialPlan, Adversary, PurifyPlan, TriagePlan, check_sets
 from gatecrash.triage.rows import Sorted, purified_rows, rows_of, sample_table
 from gatecrash.triage.run import measure, rehearse
 
@@ -40,6 +43,7 @@ def triage(
     inliers: Images | ImageSet,
     *,
     out: str | Path,
+    classifier: Encoder | None = None,
     outliers: Mapping[str, Images | ImageSet] | None = None,
     held_out: Images | ImageSet | None = None,
     fit: Images | ImageSet | None = None,
@@ -56,9 +60,10 @@ def triage(
     """Ask how well detectors find a classifier's own mistakes, adversarial images and outliers; write a bundle.
 
     Args:
-        detectors: one, several, or several by name, of one classifier; fitted unless `fit` is given.
+        detectors: one, several, or several by name; fitted unless `fit` is given.
         inliers: labelled test images.
         out: the bundle's folder; it must not hold another run.
+        classifier: whose mistakes are to be found; the network that the detectors read when not given.
         outliers: sets of images that do not belong, by name.
         held_out: labelled validation images: the threshold is chosen on them.
         fit: labelled training images; with them every detector is fitted here, once per repeat where it has a seed.
@@ -81,27 +86,29 @@ def triage(
     named = named_detectors(detectors)
     if not named:
         raise ValueError("there is no detector")
-    if repeats < 1 or folds < 2:
-        raise ValueError(f"repeats must be at least 1 and folds at least 2, got {repeats} and {folds}")
+    for name, value, least in (("repeats", repeats, 1), ("folds", folds, 2), ("batch_size", batch_size, 1)):
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
     if repeats > 1 and fit is None:
         raise ValueError("repeats fit the detectors again: give fit, the labelled images they learn from")
-    first = next((part for d in named.values() for part in d.modules() if isinstance(part, Encoder)), None)
-    if first is None:
-        raise ValueError("no detector has an Encoder, so there is no classifier")
-    try:
-        attacks = [AdversarialPlan.model_validate(dict(attack)) for attack in adversarial]
-        grid = None if purify is None else PurifyPlan.model_validate(dict(purify))
-    except ValidationError as error:
-        raise ValueError(sentence(error, AdversarialPlan)) from None
-    sets = {name: as_set(data, name) for name, data in (outliers or {}).items()}
+    network = (classifier or only_network(named)).at(None)
+    if isinstance(adversarial, Mapping):
+        raise ValueError("adversarial must be a list of attacks, got one; put it in brackets")
+    attacks = [part_of(AdversarialPlan, attack, "adversarial") for attack in adversarial]
+    grid = None if purify is None else part_of(PurifyPlan, purify, "purify")
+    check_sets(outliers or {}, attacks)
+    sets = {name: set_of(data, name) for name, data in (outliers or {}).items()}
     optional = {"fit": fit, "held_out": held_out, "fit_outliers": fit_outliers}
-    known = {name: None if data is None else as_set(data, name) for name, data in optional.items()}
+    known = {name: None if data is None else set_of(data, name) for name, data in optional.items()}
     purified = [] if grid is None else grid.detectors or [title for title, d in named.items() if d.name == "gmm"]
     for title in purified:
         if title not in named:
             raise ValueError(f"purify.detectors: {title!r} is none of {', '.join(named)}")
+    if grid is not None and not purified:
+        raise ValueError("purify needs a detector of features: name one, or add a GMM to the detectors")
     about = {
         "detectors": {title: detector.spec for title, detector in named.items()},
+        "fitted": None if fit is not None else {title: state_hash(detector) for title, detector in named.items()},
         "adversarial": [attack.model_dump(mode="json") for attack in attacks],
         "purify": None if grid is None else grid.model_dump(mode="json"),
         "fooled_only": fooled_only,
@@ -113,12 +120,12 @@ def triage(
     job = TriageJob(
         plan=yaml.safe_dump(about, sort_keys=False),
         detectors=named,
-        encoder=first.at(None),
+        encoder=network,
         features=None,
-        inliers=as_set(inliers, "inliers"),
+        inliers=set_of(inliers, "inliers"),
         outliers=sets,
         adversarial=attacks,
-        device=next(iter(named.values())).device,
+        device=network.device or next(iter(named.values())).device,
         fooled_only=fooled_only,
         purify=grid,
         purified=purified,
@@ -129,6 +136,57 @@ def triage(
         **known,
     )
     return run_triage(job, Path(out), resume=resume)
+
+
+def only_network(detectors: Mapping[str, Detector]) -> Encoder:
+    """The one network that detectors read, with its normalisation.
+
+    Raises:
+        ValueError: they read none, or several.
+    """
+    networks = {network_key(part): part for detector in detectors.values() for part in encoders_in(detector)}
+    if not networks:
+        raise ValueError("no detector has an Encoder, so there is no classifier; give classifier=Encoder(network)")
+    if len(networks) > 1:
+        raise ValueError(
+            f"the detectors read {len(networks)} networks, or one with different mean, std or size; "
+            "say which is the classifier: classifier=Encoder(network)"
+        )
+    return next(iter(networks.values()))
+
+
+P = TypeVar("P", bound=Part)
+
+
+def part_of(schema: type[P], content: Mapping[str, Any], name: str) -> P:
+    """A part of a plan, checked; `name` stands in messages."""
+    try:
+        return schema.model_validate(dict(content))
+    except ValidationError as error:
+        raise ValueError(f"{name}: {sentence(error, schema)}") from None
+
+
+def set_of(data: Images | ImageSet, name: str) -> ImageSet:
+    """Any data as one set of images in main memory, where results are kept too."""
+    images = as_set(data, name)
+    return replace(images, x=images.x.cpu(), y=None if images.y is None else images.y.cpu())
+
+
+def state_hash(detector: Detector) -> str:
+    """The SHA-256 of what a detector was fitted to."""
+    return hash_of_all(list(own_state(detector).values()))
+
+
+def threat_model(adversaries: Sequence[Adversary]) -> dict[str, str]:
+    """Goal, knowledge and capability of the attacker, in the words of NIST AI 100-2."""
+    balls = list(dict.fromkeys(f"{adversary.ball!r}" for adversary in adversaries))
+    return {
+        "goal": "integrity: images are classified wrongly",
+        "knowledge": "white box: the network is known; the detectors are not looked at",
+        "capability": f"query access with pixel changes inside {', '.join(balls)}"
+        if balls
+        else "none: no attack was run",
+    }
 
 
 def triage_plan(
@@ -166,6 +224,7 @@ def run_triage(job: TriageJob, out: Path, *, resume: bool) -> TriageResults:
     """Measure what the job asks for and write the bundle."""
     bundle = Bundle(out)
     manifest = manifest_of(seed=job.seed, device=job.device, networks=job.networks, sets=job.sets, attacks=())
+    manifest["threat_model"] = threat_model(job.adversaries)
     done = carry_out(
         bundle, job.plan, manifest, job.seed, lambda: rehearse(job), lambda work: measure(job, work), resume=resume
     )

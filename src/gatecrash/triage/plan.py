@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
 from gatecrash.audit.plan import (
     DetectorPlan,
@@ -17,11 +19,18 @@ from gatecrash.audit.plan import (
     number,
     numbers,
 )
-from gatecrash.ball import BALLS
+from gatecrash.ball import BALLS, Ball
 
-Radii = Annotated[
-    list[PositiveFloat], BeforeValidator(lambda value: numbers(value if isinstance(value, list) else [value]))
-]
+RESERVED = ("inliers", "held_out", "mistakes")
+"""What no set of outliers can be called."""
+
+LARGEST = 1e6
+"""No radius or step of a plan is larger: nothing in an image or a feature is so far away, and 32 bits overflow."""
+
+Positive = Annotated[float, Field(gt=0, le=LARGEST, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, le=LARGEST, allow_inf_nan=False)]
+Listed = BeforeValidator(lambda value: numbers(value if isinstance(value, list) else [value]))
+"""One number stands for a list of one; fractions such as 8/255 are numbers."""
 
 
 class TriageData(Part):
@@ -42,11 +51,11 @@ class AdversarialPlan(Part):
     """Adversarial images against the classifier."""
 
     name: Literal["fgsm", "bim"]
-    eps: Radii = Field(min_length=1)
+    eps: Annotated[list[Positive], Listed] = Field(min_length=1)
     norm: Annotated[str, named(BALLS)] = "linf"
     steps: PositiveInt = 10
     """For `bim`; `fgsm` takes one."""
-    step: Annotated[float, BeforeValidator(number), Field(gt=0, allow_inf_nan=False)] | None = None
+    step: Annotated[Positive, BeforeValidator(number)] | None = None
     """For `bim`: eps / steps when not given."""
 
     @model_validator(mode="after")
@@ -56,16 +65,60 @@ class AdversarialPlan(Part):
         return self
 
 
+@dataclass(frozen=True)
+class Adversary:
+    """One attack on the classifier with one radius."""
+
+    plan: AdversarialPlan
+    eps: float
+
+    @property
+    def ball(self) -> Ball:
+        """How far it may go."""
+        return BALLS[self.plan.norm](self.eps)
+
+    @property
+    def title(self) -> str:
+        """What it is called in tables, small L∞ radii in grey levels."""
+        if self.plan.norm != "linf":
+            return f"{self.plan.name} {self.plan.norm.upper()} {self.eps:g}"
+        levels = 255 * self.eps
+        whole = round(levels) > 0 and abs(levels - round(levels)) < 1e-6
+        return f"{self.plan.name} {f'{round(levels)}/255' if whole else f'{self.eps:g}'}"
+
+
+def adversaries_of(attacks: Iterable[AdversarialPlan]) -> list[Adversary]:
+    """Every attack with every radius."""
+    return [Adversary(plan, eps) for plan in attacks for eps in plan.eps]
+
+
+def check_sets(outliers: Iterable[str], attacks: Sequence[AdversarialPlan]) -> None:
+    """Raises a ValueError when two sets of images, drawn or made, would have one name."""
+    check_titles([f"{attack.name} {attack.norm}" for attack in attacks], "attack", "list its eps in one")
+    titles = [adversary.title for adversary in adversaries_of(attacks)]
+    check_titles(titles, "attack", "once is enough")
+    for name in outliers:
+        if name in (*RESERVED, *titles):
+            raise ValueError(f"outliers: a set cannot be called {name!r}, which means something else in a triage")
+
+
 class PurifyPlan(Part):
     """Purification of features: the grid of the paper's Appendix B."""
 
     detectors: list[str] | None = None
     """Titles of detectors that judge features; every `gmm` of the plan when not given."""
-    step: list[PositiveFloat] = Field(default=[0.1, 0.01], min_length=1)
+    step: Annotated[list[Positive], Listed] = Field(default=[0.1, 0.01], min_length=1)
     """ε, the learning rates."""
-    pull: list[NonNegativeFloat] = Field(default=[0.0, 0.01, 0.1, 1.0], min_length=1)
+    pull: Annotated[list[NotNegative], Listed] = Field(default=[0.0, 0.01, 0.1, 1.0], min_length=1)
     """ν, how strongly features are held back."""
     steps: PositiveInt = 100
+
+    @model_validator(mode="after")
+    def _once(self) -> PurifyPlan:
+        for name, values in (("detectors", self.detectors or []), ("step", self.step), ("pull", self.pull)):
+            if len(set(values)) < len(values):
+                raise ValueError(f"{name} names something twice: {', '.join(map(str, values))}")
+        return self
 
 
 class TriagePlan(Part):
@@ -89,18 +142,15 @@ class TriagePlan(Part):
     @model_validator(mode="before")
     @classmethod
     def _grid(cls, value: Any) -> Any:
-        if isinstance(value, dict) and value.get("purify") is True:
-            value = value | {"purify": {}}
+        if isinstance(value, dict) and isinstance(value.get("purify"), bool):
+            value = value | {"purify": {} if value["purify"] else None}
         return value
 
     @model_validator(mode="after")
     def _consistent(self) -> TriagePlan:
         titles = [detector.title for detector in self.detectors]
         check_titles(titles, "detector", "give one a label")
-        check_titles([f"{a.name} {a.norm}" for a in self.adversarial], "attack", "list its eps in one")
-        for name in self.data.outliers:
-            if name in ("inliers", "held_out", "mistakes"):
-                raise ValueError(f"data.outliers: a set of outliers cannot be called {name!r}")
+        check_sets(self.data.outliers, self.adversarial)
         needy = [detector.title for detector in self.detectors if detector.learns]
         if needy and self.data.fit is None:
             raise ValueError(f"data.fit is missing: {', '.join(needy)} must be fitted on inliers")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
@@ -14,7 +15,7 @@ from gatecrash.bundle import TRIAGE_SAMPLES, PurifiedRow, TriageRow
 from gatecrash.metrics import aupr_in, aupr_out, auroc, detection_error, fpr_at_tpr, mann_whitney
 from gatecrash.triage.job import TriageJob
 from gatecrash.triage.run import HELD_OUT, INLIERS, Findings
-from gatecrash.triage.threshold import Threshold, choose_threshold, rates
+from gatecrash.triage.threshold import Threshold, choose_threshold, rates, share_above
 
 Numbers = dict[str, float]
 
@@ -80,17 +81,19 @@ def tasks(job: TriageJob) -> Iterator[tuple[str, str, dict[str, Any]]]:
 def rows_of(job: TriageJob, findings: Findings) -> list[TriageRow]:
     """A row per detector and task; numbers are means over the repeats, with their standard deviations beside them."""
     groups = Sorted(job, findings)
-    thresholds = {(t, n): groups.threshold(t, n) for t in job.detectors for n in range(job.repeats)}
+    thresholds = {(t, n): groups.threshold(t, n) for t in job.detectors for n in job.repeats_of(t)}
     rows: list[TriageRow] = []
     for task, against, about in tasks(job):
         for title in job.detectors:
-            sides = [groups.sides(task, against, title, number) for number in range(job.repeats)]
+            sides = [groups.sides(task, against, title, number) for number in job.repeats_of(title)]
             if min(len(sides[0][0]), len(sides[0][1])) < 1:
                 continue
             per_repeat = [
                 numbers_of(task, inside, outside, thresholds[title, number])
                 for number, (inside, outside) in enumerate(sides)
             ]
+            if len(per_repeat) < job.repeats:  # without a seed the detector is the same in all
+                per_repeat *= job.repeats
             row: dict[str, Any] = {
                 "detector": title,
                 "task": task,
@@ -124,8 +127,8 @@ def numbers_of(task: str, inside: Tensor, outside: Tensor, threshold: Threshold 
     if threshold is not None:
         numbers |= {
             "threshold": threshold.value,
-            "rejected_in": float((inside > threshold.value).double().mean()),
-            "rejected_out": float((outside > threshold.value).double().mean()),
+            "rejected_in": share_above(inside, threshold.value),
+            "rejected_out": share_above(outside, threshold.value),
         }
         if task == "mistakes":
             wanted = torch.cat([torch.zeros(len(inside)), torch.ones(len(outside))]).bool()
@@ -143,11 +146,16 @@ def averaged(per_repeat: Sequence[Numbers]) -> Numbers:
     """Means, and standard deviations under NAME_std (0 for one repeat); of p the median, which is what it has."""
     found: Numbers = {}
     for name in per_repeat[0]:
-        values = torch.tensor([numbers[name] for numbers in per_repeat], dtype=torch.float64)
-        found[name] = float(values.quantile(0.5) if name == "p" else values.mean())
+        values = [numbers[name] for numbers in per_repeat]
+        found[name] = statistics.median(values) if name == "p" else statistics.mean(values)
         if name not in ("p", "u"):
-            found[f"{name}_std"] = float(values.std()) if len(values) > 1 else 0.0
+            found[f"{name}_std"] = deviation(values)
     return found
+
+
+def deviation(values: Sequence[float]) -> float:
+    """The standard deviation of a sample; 0 for one value, and exactly 0 for equal ones."""
+    return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def purified_rows(job: TriageJob, findings: Findings) -> list[PurifiedRow]:
@@ -163,16 +171,19 @@ def purified_rows(job: TriageJob, findings: Findings) -> list[PurifiedRow]:
         for name, key in ((HELD_OUT, "validation"), (INLIERS, "test")):
             y = labels[name]
             if y is not None:
-                after = torch.tensor([float((p[name] == y).double().mean()) for p in parts], dtype=torch.float64)
+                after = [float((p[name] == y).double().mean()) for p in parts]
                 row[f"{key}_before"] = groups.accuracy(name)
-                row[f"{key}_after"] = float(after.mean())
-                row[f"{key}_std"] = float(after.std()) if len(after) > 1 else 0.0
+                row[f"{key}_after"] = statistics.mean(after)
+                row[f"{key}_std"] = deviation(after)
         rows.append(cast(PurifiedRow, row))
     return rows
 
 
 def sample_table(job: TriageJob, findings: Findings) -> pa.Table:
-    """A row per image, detector and repeat: its set, its score, and what the classifier made of it."""
+    """A row per image, detector and repeat: its set, its score, and what the classifier made of it.
+
+    A detector without a seed has rows in the first repeat alone.
+    """
     roles = {INLIERS: "in", HELD_OUT: "held_out", **dict.fromkeys(job.outliers, "out")}
     tables = []
     for (number, title, name), scores in findings.scores.items():

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,14 +16,24 @@ from torch.nn.functional import linear
 from gatecrash.attacks import bim, fgsm, purify
 from gatecrash.audit.job import encoders_of, labelled
 from gatecrash.audit.work import Payload, Work
+from gatecrash.ball import Linf
 from gatecrash.data import ImageSet
-from gatecrash.detectors import Detector, fit_all, scores_all
+from gatecrash.detectors import Detector, fit_all
+from gatecrash.detectors.scoring import score_batches
 from gatecrash.encoder import Head
+from gatecrash.features import reader_key
 from gatecrash.objective import single
 from gatecrash.progress import progress
-from gatecrash.triage.job import Adversary, TriageJob
+from gatecrash.triage.job import TriageJob
+from gatecrash.triage.plan import Adversary
 
 INLIERS, HELD_OUT = "inliers", "held_out"
+
+CACHED = 1024
+"""Features that a CPU purifies together; a GPU takes all."""
+
+FAR = 1e9
+"""Features that move so far fly away: the step is too long for the score. The ball keeps them from overflowing."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +55,7 @@ class Findings:
     predictions: dict[str, Tensor]
     """By set, (N,): the classes that the classifier gives; adversarial sets by their title."""
     scores: dict[tuple[int, str, str], Tensor]
-    """By repeat, detector and set, (N,)."""
+    """By repeat, detector and set, (N,); of a detector without a seed those of the first repeat alone."""
     purified: list[Purified]
 
 
@@ -63,22 +75,20 @@ def measure(job: TriageJob, work: Work) -> Findings:
             key = f"{adversary.title} {adversary.plan.norm} | {rows.start}"
             payload = work.done(key, partial(score_adversarial, job, repeats, adversary, rows))
             payloads.setdefault(adversary.title, []).append(payload)
+        features = FeaturesOf(job)
         purified = [
-            Purified(
-                number, title, step, pull, work.done(key, partial(purified_predictions, job, detector, step, pull))
-            )
+            Purified(number, title, step, pull, work.done(f"purify | {number} | {title} | {step} | {pull}", compute))
             for number, title, step, pull in grid
-            for detector in [repeats[number][title]]
-            for key in [f"purify | {number} | {title} | {step} | {pull}"]
+            for compute in [partial(purified_predictions, job, features, repeats[number][title], step, pull)]
         ]
         work.bar = None
     return Findings(
         predictions={name: joined(parts, "predictions") for name, parts in payloads.items()},
         scores={
-            (number, title, name): joined(parts, score_key(repeats, number, title))
+            (number, title, name): joined(parts, score_key(number, title))
             for name, parts in payloads.items()
-            for number in range(job.repeats)
             for title in job.detectors
+            for number in job.repeats_of(title)
         },
         purified=purified,
     )
@@ -107,8 +117,12 @@ def rehearse(job: TriageJob) -> None:
         raise ValueError(f"the network must give logits of shape (N, classes), got {tuple(logits.shape)}")
     if not bool(logits.isfinite().all()):
         raise ValueError("the network's output has NaN or infinity; are its weights finite?")
-    if job.inliers.y is not None and int(job.inliers.y.max()) >= logits.shape[1]:
-        raise ValueError(f"a label is {int(job.inliers.y.max())}, but the network has {logits.shape[1]} classes")
+    for name, images in labelled_sets(job).items():
+        if images.y is not None and not 0 <= int(images.y.min()) <= int(images.y.max()) < logits.shape[1]:
+            raise ValueError(
+                f"{name}: labels must be from 0 to {logits.shape[1] - 1}, the network's classes, got "
+                f"{int(images.y.min())} to {int(images.y.max())}"
+            )
     for title, detector in job.detectors.items():
         if detector.card.fit == "labelled inliers" and job.fit is not None and job.fit.y is None:
             raise ValueError(f"{title} needs labelled inliers to fit on, and {job.fit.name} has no labels")
@@ -116,6 +130,13 @@ def rehearse(job: TriageJob) -> None:
             detector.require_fitted()
     for title in job.purified:
         head_of(job, title, job.detectors[title], few, logits)
+
+
+def labelled_sets(job: TriageJob) -> dict[str, ImageSet]:
+    """The sets whose labels are classes of the network."""
+    learnt = any(detector.card.fit == "labelled inliers" for detector in job.detectors.values())
+    sets = {INLIERS: job.inliers, HELD_OUT: job.held_out, "fit": job.fit if learnt else None}
+    return {name: images for name, images in sets.items() if images is not None}
 
 
 def scored_sets(job: TriageJob) -> dict[str, ImageSet]:
@@ -134,25 +155,23 @@ def adversarial_pieces(job: TriageJob) -> Iterator[tuple[Adversary, range]]:
 def purifications(job: TriageJob) -> Iterator[tuple[int, str, float, float]]:
     """Every repeat, detector, learning rate and pull of the grid; a detector without a seed is not repeated."""
     if job.purify is not None:
-        for number, title in product(range(job.repeats), job.purified):
-            if number == 0 or job.repeat(number)[title] is not job.detectors[title]:
-                for step, pull in product(job.purify.step, job.purify.pull):
-                    yield number, title, step, pull
+        for title in job.purified:
+            for number, step, pull in product(job.repeats_of(title), job.purify.step, job.purify.pull):
+                yield number, title, step, pull
 
 
 def fit(job: TriageJob, work: Work, number: int) -> dict[str, Detector]:
-    """The detectors of one repeat, fitted in one pass; their features are remembered for the next."""
+    """The detectors that are new in a repeat, fitted in one pass; their features are remembered for the next."""
     detectors = job.repeat(number)
     unfitted = {}
     for title, detector in detectors.items():
-        shared = number > 0 and detector is job.detectors[title]
-        if shared or not detector.to_fit() or job.fit is None:
+        if not detector.to_fit() or job.fit is None:
             continue
-        path = work.path(f"fitted | {number} | {title}")
-        if path.is_file():
-            detectors[title] = type(detector).load(path, encoders_of(detector))
-        else:
+        saved = saved_detector(detector, work.path(f"fitted | {number} | {title}"))
+        if saved is None:
             unfitted[title] = detector
+        else:
+            detectors[title] = saved
     if unfitted and job.fit is not None:
         held_out, outliers = (None if part is None else labelled(part) for part in (job.held_out, job.fit_outliers))
         fit_all(
@@ -171,10 +190,17 @@ def fit(job: TriageJob, work: Work, number: int) -> dict[str, Detector]:
     return detectors
 
 
-def score_key(repeats: list[dict[str, Detector]], number: int, title: str) -> str:
-    """Where a payload has the scores of a detector in a repeat: those of the first, where they share it."""
-    same = repeats[number][title] is repeats[0][title]
-    return f"scores.{0 if same else number}.{title}"
+def saved_detector(detector: Detector, path: Path) -> Detector | None:
+    """What a detector was once fitted to; None where that was not saved, or is damaged."""
+    try:
+        return type(detector).load(path, encoders_of(detector)) if path.is_file() else None
+    except ValueError:
+        return None
+
+
+def score_key(number: int, title: str) -> str:
+    """Where a payload has the scores of a detector in a repeat."""
+    return f"scores.{number}.{title}"
 
 
 def score_set(job: TriageJob, repeats: list[dict[str, Detector]], images: ImageSet, seed: int) -> Payload:
@@ -199,27 +225,65 @@ def score_adversarial(
 
 
 def all_scores(job: TriageJob, repeats: list[dict[str, Detector]], x: Tensor) -> Payload:
-    """Predictions and scores of images, from one pass."""
-    named = {score_key(repeats, n, title): d for n, part in enumerate(repeats) for title, d in part.items()}
-    payload = dict(zip(named, scores_all(list(named.values()), x, job.batch_size), strict=True))
-    with torch.no_grad():
-        parts = [single(job.encoder(part.to(job.device))).argmax(dim=1) for part in x.split(job.batch_size)]
-    return payload | {"predictions": torch.cat(parts)}
+    """Predictions and scores of images, from one pass.
+
+    Raises:
+        ValueError: a score or a logit is NaN.
+    """
+    named = {score_key(number, title): d for number, part in enumerate(repeats) for title, d in part.items()}
+    parts: dict[str, list[Tensor]] = {}
+    for scores, latents in score_batches(list(named.values()), x, job.batch_size, also=[job.encoder]):
+        logits = single(latents[0])
+        if bool(logits.isnan().any()):
+            raise ValueError("the network's output has NaN; are its weights finite?")
+        for key, part in zip([*named, "predictions"], [*scores, logits.argmax(dim=1)], strict=True):
+            parts.setdefault(key, []).append(part)
+    return {key: torch.cat(found) for key, found in parts.items()}
 
 
-def purified_predictions(job: TriageJob, detector: Detector, step: float, pull: float, seed: int) -> Payload:
-    """The classes of test and validation images after their features were moved to where they are likelier."""
+class FeaturesOf:
+    """The features that purification starts from, computed once for every point of the grid and every repeat."""
+
+    def __init__(self, job: TriageJob) -> None:
+        sets = {INLIERS: job.inliers, HELD_OUT: job.held_out}
+        self.sets = {name: images for name, images in sets.items() if images is not None}
+        self.batch_size = job.batch_size
+        self.known: dict[Any, dict[str, Tensor]] = {}
+
+    def __call__(self, detector: Detector) -> dict[str, Tensor]:
+        """The features (N, D) that a detector judges, of the test and the validation images."""
+        key = reader_key(detector.reader)
+        if key not in self.known:
+            self.known[key] = {
+                name: single(detector.latents(images.x, self.batch_size)[0]) for name, images in self.sets.items()
+            }
+        return self.known[key]
+
+
+def purified_predictions(
+    job: TriageJob, features: FeaturesOf, detector: Detector, step: float, pull: float, seed: int
+) -> Payload:
+    """The classes of test and validation images after their features were moved to where they are likelier.
+
+    Features that fly away, as they do where the step is too long, are of no class: −1.
+    """
     if job.purify is None or detector.encoder is None or detector.encoder.head is None:
         raise ValueError(f"{detector.name} cannot purify")
     head, payload = detector.encoder.head, {}
-    for name, images in scored_sets(job).items():
-        if name in (INLIERS, HELD_OUT):
-            features = single(detector.latents(images.x, job.batch_size)[0])
-            found = purify(
-                detector.judge, features, step=step, pull=pull, steps=job.purify.steps, keep="last", batch_size=1024
-            )
-            with torch.no_grad():
-                payload[name] = logits_of(head, found.x).argmax(dim=1)
+    for name, z in features(detector).items():
+        found = purify(
+            detector.judge,
+            z,
+            step=step,
+            pull=pull,
+            steps=job.purify.steps,
+            ball=Linf(FAR, box=None),
+            keep="last",
+            batch_size=None if job.device.type == "cuda" else CACHED,
+        )
+        with torch.no_grad():
+            classes = logits_of(head, found.x).argmax(dim=1)
+        payload[name] = classes.masked_fill((found.x - z).abs().amax(dim=1) > FAR / 2, -1)
     return payload
 
 
@@ -239,7 +303,8 @@ def head_of(job: TriageJob, title: str, detector: Detector, few: Tensor, logits:
             raise ValueError(f"{title} judges {detector.encoder.layer or 'the output'}; {advice}")
         same = torch.allclose(logits_of(head, features), logits, rtol=1e-3, atol=1e-3)
     if not same:
-        raise ValueError(f"{detector.encoder.layer} is not what the last linear layer reads; {advice}")
+        what = detector.encoder.layer or "the output"
+        raise ValueError(f"{title} judges {what}, which is not what the last linear layer reads; {advice}")
     return head
 
 

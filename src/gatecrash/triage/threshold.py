@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -34,11 +35,16 @@ class Threshold:
 
 def rates(scores: Tensor, wanted: Tensor, threshold: float) -> Rates:
     """Precision and recall of `scores > threshold` (N,) for what is wanted, (N,) bool."""
-    above = scores > threshold
+    above = scores.double() > threshold  # a float32 would round the threshold up to the score above it
     hits = int((above & wanted).sum())
     precision = hits / int(above.sum()) if bool(above.any()) else 1.0
     recall = hits / int(wanted.sum()) if bool(wanted.any()) else 1.0
     return Rates(precision, recall)
+
+
+def share_above(scores: Tensor, threshold: float) -> float:
+    """The share of scores (N,) above a threshold."""
+    return float((scores.double() > threshold).double().mean())
 
 
 def best_threshold(scores: Tensor, wanted: Tensor) -> float:
@@ -49,8 +55,15 @@ def best_threshold(scores: Tensor, wanted: Tensor) -> float:
     f1 = 2 * hits / (places + wanted.sum())
     f1[:-1][ranked[1:] == ranked[:-1]] = -1.0  # a threshold cannot lie between equal scores
     best = int(f1.argmax())
-    below = ranked[best + 1] if best + 1 < len(ranked) else ranked[best] - 1.0
-    return float((ranked[best] + below) / 2)
+    lowest = float(ranked[best])
+    return between(lowest, float(ranked[best + 1]) if best + 1 < len(ranked) else lowest - max(1.0, abs(lowest)))
+
+
+def between(upper: float, lower: float) -> float:
+    """A finite number halfway between two others and below the upper one; either may be infinite."""
+    upper, lower = (min(max(value, -sys.float_info.max), sys.float_info.max) for value in (upper, lower))
+    middle = upper / 2 + lower / 2
+    return middle if lower <= middle < upper else lower
 
 
 def choose_threshold(scores: Tensor, wanted: Tensor, folds: int = 5, seed: int = 0) -> Threshold:
@@ -63,8 +76,14 @@ def choose_threshold(scores: Tensor, wanted: Tensor, folds: int = 5, seed: int =
         seed: of the split, which spreads both kinds evenly.
 
     Raises:
-        ValueError: fewer than two of either kind.
+        ValueError: fewer than two of either kind, fewer than two folds, not one score per image, or one is NaN.
     """
+    if scores.ndim != 1 or scores.shape != wanted.shape:
+        raise ValueError(f"scores and wanted must both be (N,), got {tuple(scores.shape)} and {tuple(wanted.shape)}")
+    if bool(scores.isnan().any()):
+        raise ValueError("scores must not hold NaN")
+    if folds < 2:
+        raise ValueError(f"folds must be at least 2, got {folds}")
     scores, wanted = scores.detach().double().cpu(), wanted.detach().bool().cpu()
     few = min(int(wanted.sum()), int((~wanted).sum()))
     if few < 2:
