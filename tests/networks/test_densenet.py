@@ -89,6 +89,24 @@ def test_dropout_acts_on_new_channels_in_training_only() -> None:
     assert not (block.eval()(x)[:, 5:] == 0).any()
 
 
+def test_with_tanh_the_features_are_the_means_of_bounded_maps() -> None:
+    model = DenseNetBC(depth=10, growth=4, tanh=True).eval()
+    nn.init.normal_(model.bn1.bias, std=2.0)
+    x = torch.randn(3, 3, 16, 16)
+    seen = outputs(model, x)
+    features = seen["avgpool"][1].flatten(1)
+    torch.testing.assert_close(features, seen["bn1"][1].tanh().mean(dim=(2, 3)))
+    assert features.abs().max() < 1
+    assert features.min() < 0
+    torch.testing.assert_close(model(x), features @ model.fc.weight.T + model.fc.bias)
+
+
+def test_tanh_and_dropout_have_no_weights_and_change_no_name() -> None:
+    plain, other = DenseNetBC(depth=10), DenseNetBC(depth=10, tanh=True, dropout=0.2)
+    assert plain.state_dict().keys() == other.state_dict().keys()
+    assert [name for name, _ in plain.named_modules()] == [name for name, _ in other.named_modules()]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

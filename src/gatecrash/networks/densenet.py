@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d, dropout, relu
 
-from gatecrash.networks.registry import NETWORKS, at_least_one
+from gatecrash.networks.registry import NETWORKS, a_share, at_least_one
 
 
 class Bottleneck(nn.Module):
@@ -60,6 +60,7 @@ class DenseNetBC(nn.Module):
 
     The logits of (N, in_channels, H, W) are (N, num_classes); H and W are at least 4, 32 in the paper. Layers worth a
     tap: `conv1`, `trans1`, `trans2`, `relu` (the last map) and `avgpool` (its mean, what the linear layer `fc` reads).
+    With `tanh` the last ReLU is a tanh, under the same name, so that the features lie in (−1, 1).
 
     Raises:
         ValueError: `depth` is not 6n + 4, a count is below one, or `reduction` or `dropout` is out of range.
@@ -73,6 +74,7 @@ class DenseNetBC(nn.Module):
         num_classes: int = 10,
         in_channels: int = 3,
         dropout: float = 0.0,
+        tanh: bool = False,
     ) -> None:
         super().__init__()
         count, rest = divmod(depth - 4, 6)
@@ -81,8 +83,7 @@ class DenseNetBC(nn.Module):
         at_least_one(growth=growth, num_classes=num_classes, in_channels=in_channels)
         if not 0 < reduction <= 1:
             raise ValueError(f"reduction must be in (0, 1], got {reduction}")
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout must be in [0, 1), got {dropout}")
+        a_share(dropout=dropout)
 
         grown = count * growth
         first = 2 * growth
@@ -95,7 +96,7 @@ class DenseNetBC(nn.Module):
         self.trans2 = Transition(second + grown, third, dropout)
         self.block3 = DenseBlock(count, third, growth, dropout)
         self.bn1 = nn.BatchNorm2d(third + grown)
-        self.relu = nn.ReLU()
+        self.relu = nn.Tanh() if tanh else nn.ReLU()
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(third + grown, num_classes)
         for module in self.modules():

@@ -20,3 +20,10 @@ def at_least_one(**counts: int) -> None:
     for name, count in counts.items():
         if count < 1:
             raise ValueError(f"{name} must be at least 1, got {count}")
+
+
+def a_share(**shares: float) -> None:
+    """Raises a ValueError that names the first share outside [0, 1)."""
+    for name, share in shares.items():
+        if not 0 <= share < 1:
+            raise ValueError(f"{name} must be in [0, 1), got {share}")

@@ -25,16 +25,22 @@ class Shortcut(nn.Module):
 
 
 class BasicBlock(nn.Module):
-    """Two 3×3 convolutions added to a shortcut."""
+    """Two 3×3 convolutions added to a shortcut: option A, or with `projected` a strided 1×1 convolution (option B)."""
 
-    def __init__(self, channels: int, out_channels: int, stride: int) -> None:
+    def __init__(self, channels: int, out_channels: int, stride: int, *, projected: bool = False) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(channels, out_channels, kernel_size=3, stride=stride, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(out_channels)
         self.conv2 = nn.Conv2d(out_channels, out_channels, kernel_size=3, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(out_channels)
-        same = stride == 1 and channels == out_channels
-        self.shortcut = nn.Identity() if same else Shortcut(channels, out_channels, stride)
+        self.shortcut: nn.Module
+        if stride == 1 and channels == out_channels:
+            self.shortcut = nn.Identity()
+        elif projected:
+            projection = nn.Conv2d(channels, out_channels, kernel_size=1, stride=stride, bias=False)
+            self.shortcut = nn.Sequential(projection, nn.BatchNorm2d(out_channels))
+        else:
+            self.shortcut = Shortcut(channels, out_channels, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, C, H, W) to (N, out_channels, ⌈H / stride⌉, ⌈W / stride⌉)."""
@@ -61,9 +67,9 @@ class ResNetCifar(nn.Module):
 
         self.conv1 = nn.Conv2d(in_channels, 16, kernel_size=3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(16)
-        self.layer1 = _stage(count, 16, 16, stride=1)
-        self.layer2 = _stage(count, 16, 32, stride=2)
-        self.layer3 = _stage(count, 32, 64, stride=2)
+        self.layer1 = stage(count, 16, 16, stride=1)
+        self.layer2 = stage(count, 16, 32, stride=2)
+        self.layer3 = stage(count, 32, 64, stride=2)
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.linear = nn.Linear(64, num_classes)
         for module in self.modules():
@@ -78,8 +84,9 @@ class ResNetCifar(nn.Module):
         return logits
 
 
-def _stage(count: int, channels: int, out_channels: int, stride: int) -> nn.Sequential:
-    first = BasicBlock(channels, out_channels, stride)
+def stage(count: int, channels: int, out_channels: int, stride: int, *, projected: bool = False) -> nn.Sequential:
+    """Blocks in a row, the first of which changes the number of channels and the side."""
+    first = BasicBlock(channels, out_channels, stride, projected=projected)
     return nn.Sequential(first, *(BasicBlock(out_channels, out_channels, 1) for _ in range(count - 1)))
 
 
