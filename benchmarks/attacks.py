@@ -9,6 +9,7 @@ densenet_bc.safetensors and resnet20.safetensors. OUT gets one JSON file per par
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import tempfile
 import time
@@ -45,10 +46,10 @@ class Setting:
         resnet = load_weights(ResNetCifar(20), data / "resnet20.safetensors").to(
             device, memory_format=torch.channels_last
         )
-        speed = torch.compile if compiled else (lambda module: module)
+        speed = Bucketed if compiled else (lambda module: module)
         self.logits = gate.Encoder(speed(densenet), **CIFAR)
-        self.features = gate.Encoder(speed(Trunk(densenet)), **CIFAR)
-        self.resnet_features = gate.Encoder(speed(Trunk(resnet)), **IMAGENET)
+        self.features = gate.Encoder(speed(trunk_of(densenet)), **CIFAR)
+        self.resnet_features = gate.Encoder(speed(trunk_of(resnet)), **IMAGENET)
         kinds = gate.detectors
         self.detectors = {
             "msp": kinds.MSP(self.logits),
@@ -67,23 +68,32 @@ class Setting:
         }
 
 
-class Trunk(nn.Module):
-    """A network up to its pooled features."""
+class Bucketed(nn.Module):
+    """A compiled network that sees few batch sizes: a batch is filled up with black images, so nothing recompiles."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, sizes: tuple[int, ...] = (128, 512), backend: str = "inductor") -> None:
         super().__init__()
-        self.model = model
-        self.head = next(name for name in ("fc", "linear") if hasattr(model, name))
+        self.model, self.sizes = model, sizes
+        self.fast = torch.compile(model, backend=backend, dynamic=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The features (B, D): the network with its head replaced by the identity."""
-        head = getattr(self.model, self.head)
-        try:
-            setattr(self.model, self.head, nn.Identity())
-            features: Tensor = self.model(x)
-        finally:
-            setattr(self.model, self.head, head)
-        return features
+        """The network's output for every image."""
+        largest = self.sizes[-1]
+        return torch.cat([self.filled(part) for part in x.split(largest)])
+
+    def filled(self, x: Tensor) -> Tensor:
+        """The output of a batch that is no larger than the largest size."""
+        size = next(size for size in self.sizes if size >= len(x))
+        black = x.new_zeros(size - len(x), *x.shape[1:])
+        output: Tensor = self.fast(torch.cat([x, black]))[: len(x)]
+        return output
+
+
+def trunk_of(model: nn.Module) -> nn.Module:
+    """A copy of a network that ends in its pooled features."""
+    trunk = copy.deepcopy(model)
+    setattr(trunk, next(name for name in ("fc", "linear") if hasattr(model, name)), nn.Identity())
+    return trunk
 
 
 def read(path: Path, count: int, device: str) -> tuple[Tensor, Tensor]:
