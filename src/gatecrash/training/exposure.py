@@ -1,0 +1,137 @@
+"""Training against an attacker, and with outliers at hand: CE, OE, ADV, AOE and ALOE (Chen et al., 2021)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from gatecrash.ball import Linf
+from gatecrash.encoder import Encoder
+from gatecrash.fitting import Batch, Outcome, Stateless
+from gatecrash.found import Found
+from gatecrash.objective import Misclassify, single
+from gatecrash.protocols import Objective
+from gatecrash.search import search
+from gatecrash.stepper import Sign
+from gatecrash.training.losses import to_uniform
+
+PIXEL = 1 / 255
+
+
+@dataclass(frozen=True)
+class Inner:
+    """The attacker inside training: PGD from a random point of the L∞ ball, its last point taken."""
+
+    eps: float
+    step: float = PIXEL
+    steps: int | None = None
+    """⌊255·eps + 1⌋ where not given, as in the paper."""
+
+    def __post_init__(self) -> None:
+        if not self.eps > 0:
+            raise ValueError(f"eps must be positive, got {self.eps:g}")
+        if not self.step > 0:
+            raise ValueError(f"step must be positive, got {self.step:g}")
+        if self.steps is not None and self.steps < 1:
+            raise ValueError(f"steps must be at least 1, got {self.steps}")
+
+    @property
+    def count(self) -> int:
+        """Gradient steps."""
+        return math.floor(255 * self.eps + 1 + 1e-6) if self.steps is None else self.steps
+
+    def attack(self, objective: Objective, x: Tensor, generator: torch.Generator) -> Found:
+        """The images moved to where the objective is small; parameters and batch statistics are left alone."""
+        seed = int(torch.randint(2**62, (), generator=generator))
+        return search(
+            objective,
+            x,
+            Linf(self.eps),
+            stepper=Sign(self.step),
+            steps=self.count,
+            keep="last",
+            random_start=True,
+            generator=seed,
+        )
+
+
+@dataclass(frozen=True)
+class Confident:
+    """Minus the cross-entropy to uniform: an outlier is led to where the classifier is sure of something."""
+
+    logits: Encoder
+
+    def __call__(self, x: Tensor, rows: Tensor) -> Tensor:
+        """The value of every sample, (B,)."""
+        return -to_uniform(single(self.logits(x)))
+
+
+class Exposure(Stateless):
+    """Cross-entropy on inliers, attacked or not, and cross-entropy to uniform on outliers, attacked, not, or none.
+
+    ALOE = CE(x + δ) + λ·U(x_o + δ_o), with δ the inner attacker's and U = logsumexp − mean logit; the other methods
+    leave parts of it out. Inliers and outliers go through the network together. The attacker sees the network in eval
+    mode.
+
+    Args:
+        encoder: the network being trained, with its normalisation: what the attacker sees. What `fit` trains must be
+            the same function of the images: `Prepared(encoder)`, or the network itself where nothing stands before it.
+        inliers: whether they are attacked.
+        outliers: "none", "plain" or "attacked".
+        inner: the attacker; needed where one of them is attacked.
+        weight: λ.
+    """
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        *,
+        inliers: Literal["plain", "attacked"] = "plain",
+        outliers: Literal["none", "plain", "attacked"] = "none",
+        inner: Inner | None = None,
+        weight: float = 0.5,
+    ) -> None:
+        if inner is None and "attacked" in (inliers, outliers):
+            raise ValueError("an attack needs its radius: eps")
+        if not weight >= 0:
+            raise ValueError(f"weight must not be negative, got {weight:g}")
+        self.encoder, self.inliers, self.outliers, self.inner, self.weight = encoder, inliers, outliers, inner, weight
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """What a resumed run must have in common with this one."""
+        inner = None if self.inner is None else asdict(self.inner)
+        return {"inliers": self.inliers, "outliers": self.outliers, "inner": inner, "weight": self.weight}
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Outcome:
+        """The loss of a batch, with the accuracy on what the network was shown and the attacker's success."""
+        x, beside, facts = batch.x, batch.outliers, {}
+        if self.inner is not None and self.inliers == "attacked":
+            found = self.inner.attack(Misclassify(self.encoder, batch.y), x, batch.generator)
+            x, facts["attack success"] = found.x, success(found)
+        if self.outliers == "none":
+            beside = None
+        elif beside is None or not len(beside):
+            raise ValueError("this method needs outliers to be exposed to")
+        elif self.inner is not None and self.outliers == "attacked":
+            moved = self.inner.attack(Confident(self.encoder), beside, batch.generator)
+            beside, facts["outlier attack success"] = moved.x, success(moved)
+        logits = single(model(x if beside is None else torch.cat([x, beside])))
+        inside, outside = logits[: len(x)], logits[len(x) :]
+        loss = cross_entropy(inside, batch.y)
+        facts["accuracy"] = (inside.argmax(dim=1) == batch.y).float().mean()
+        if beside is not None:
+            exposed = to_uniform(outside).mean()
+            facts |= {"loss in": loss.detach(), "loss out": exposed.detach()}
+            loss = loss + self.weight * batch.balance * exposed
+        return Outcome(loss, facts)
+
+
+def success(found: Found) -> Tensor:
+    """The share of samples whose objective the attacker lowered, ()."""
+    return found.success.float().mean()

@@ -1,0 +1,93 @@
+"""The attacker inside training: what it reaches, and what it leaves alone."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from gatecrash.ball import Linf
+from gatecrash.encoder import Encoder
+from gatecrash.fitting import Batch, Material, Recipe, fit, seeded
+from gatecrash.objective import Misclassify
+from gatecrash.training.exposure import Confident, Exposure, Inner
+from small_models import one_thread
+
+__all__ = ["one_thread"]
+
+
+def aloe(model: nn.Module) -> Exposure:
+    return Exposure(Encoder(model), inliers="attacked", outliers="attacked", inner=Inner(0.05))
+
+
+def network(seed: int = 0) -> nn.Sequential:
+    with seeded(seed):
+        return nn.Sequential(
+            nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout(0.5), nn.Flatten(), nn.Linear(6 * 16, 4)
+        )
+
+
+def images(count: int, seed: int = 0) -> Tensor:
+    return torch.rand(count, 3, 6, 6, generator=torch.Generator().manual_seed(seed))
+
+
+def test_the_inner_search_raises_the_loss_and_stays_in_the_ball_and_the_box() -> None:
+    model, x, y = network().train(), images(8), torch.arange(8) % 4
+    encoder, inner = Encoder(model), Inner(4 / 255)
+    for objective in (Misclassify(encoder, y), Confident(encoder)):
+        found = inner.attack(objective, x, torch.Generator().manual_seed(0))
+        assert bool((found.value < found.start_value).all())
+        torch.testing.assert_close(found.value, objective(found.x, torch.arange(8)).detach())
+        assert float((found.x - x).abs().max()) <= 4 / 255 + 1e-6
+        assert float((found.x - x).abs().max()) > 3.9 / 255
+        assert float(found.x.min()) >= 0 and float(found.x.max()) <= 1
+        assert bool(Linf(4 / 255).contains(found.x, x).all())
+
+
+def test_the_inner_search_takes_another_random_start_in_every_call() -> None:
+    encoder, x, random = Encoder(network()), images(4), torch.Generator().manual_seed(0)
+    inner, objective = Inner(0.1, step=1e-4, steps=1), Misclassify(encoder, torch.arange(4))
+    first, second = (inner.attack(objective, x, random).x for _ in range(2))
+    again = inner.attack(objective, x, torch.Generator().manual_seed(0)).x
+    assert torch.equal(first, again)
+    assert float((first - second).abs().mean()) > 0.02
+
+
+def test_attacking_leaves_batch_statistics_gradients_and_mode_alone() -> None:
+    model = network().train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    generator = torch.Generator().manual_seed(0)
+    Inner(0.05).attack(Misclassify(Encoder(model), torch.arange(4)), images(4), generator)
+    Inner(0.05).attack(Confident(Encoder(model)), images(4), generator)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(module.training for module in model.modules())
+
+
+def test_a_step_of_aloe_updates_batch_statistics_once_by_inliers_and_outliers_together() -> None:
+    model = network().train()
+    shown: list[Tensor] = []
+    model.register_forward_pre_hook(lambda module, args: shown.append(args[0]) if module.training else None)
+    batch = Batch(
+        images(5), torch.arange(5) % 4, torch.arange(5), images(10, seed=1), 0, 1, torch.Generator().manual_seed(0)
+    )
+    outcome = aloe(model)(model, batch)
+    assert [len(x) for x in shown] == [15]
+    maps = model[0](shown[0]).detach()
+    torch.testing.assert_close(model[1].running_mean, 0.1 * maps.mean((0, 2, 3)))
+    assert int(model[1].num_batches_tracked) == 1
+    assert float((shown[0][:5] - batch.x).abs().max()) <= 0.05 + 1e-6
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert sorted(outcome.facts) == ["accuracy", "attack success", "loss in", "loss out", "outlier attack success"]
+    assert 0.5 < float(outcome.facts["attack success"]) <= 1
+
+
+def test_bf16_attacks_and_learns() -> None:
+    data = Material(images(8), torch.arange(8) % 4, images(16, seed=1))
+    models = [network(), network()]
+    for model, precision in zip(models, ("float32", "bf16"), strict=True):
+        step = aloe(model)
+        recipe = Recipe(epochs=2, batch_size=4, lr=0.05, precision="bf16" if precision == "bf16" else "float32")
+        (history, *_) = fit(model, step, data, recipe)
+        assert history["attack success"] > 0.5
+    torch.testing.assert_close(models[1][5].weight, models[0][5].weight, rtol=0.1, atol=0.02)
+    assert not torch.equal(models[1][5].weight, models[0][5].weight)
