@@ -27,7 +27,7 @@ class Made(Detector):
     """A score a * b that is made up,
     with a < b.
 
-    More of it, not on the page.
+    More of it.
 
     Args:
         encoder: taps `some_layer`.
@@ -53,11 +53,12 @@ def test_the_page_is_not_stale(tool: ModuleType) -> None:
     assert (ROOT / "docs" / "detectors.md").read_text(encoding="utf-8") == tool.page(), message
 
 
-def test_a_section_has_the_class_its_first_paragraph_and_its_options(tool: ModuleType) -> None:
+def test_a_section_has_the_class_what_its_docstring_says_and_its_options(tool: ModuleType) -> None:
     assert tool.section("made", Made) == (
         "## made\n\n"
         f"`{__name__}.Made`\n\n"
         "A score a \\* b that is made up, with a \\< b.\n\n"
+        "More of it.\n\n"
         "- `encoder`: taps `some_layer`.\n"
         "- `first = 'a'`: one thing, told on two lines.\n"
         "- `second = None`\n"

@@ -45,19 +45,23 @@ def table(names: list[str]) -> str:
 
 
 def section(name: str, kind: type[Detector]) -> str:
-    """Class, first paragraph of the docstring, and what the constructor takes."""
-    lines = [f"## {name}\n", f"`{kind.__module__}.{kind.__qualname__}`\n", paragraph(kind) + "\n"]
+    """Class, what the docstring says, and what the constructor takes."""
+    lines = [f"## {name}\n", f"`{kind.__module__}.{kind.__qualname__}`\n", description(kind) + "\n"]
     return "\n".join([*lines, "".join(f"- {option}\n" for option in options(kind))])
 
 
-def paragraph(kind: type[Detector]) -> str:
-    """The first paragraph of a class's docstring."""
-    return plain((inspect.getdoc(kind) or "").partition("\n\n")[0])
+def description(kind: type[Detector]) -> str:
+    """All that a class's docstring says before its sections: what it is, its formula, what to know."""
+    text = re.split(r"^(?:Args|Raises|Returns):$", inspect.getdoc(kind) or "", flags=re.MULTILINE)[0]
+    return "\n\n".join(plain(part) for part in text.strip().split("\n\n"))
 
 
 def options(kind: type[Detector]) -> list[str]:
     """What the constructor takes, with defaults, and what the docstring says of it."""
-    said = arguments(inspect.getdoc(kind) or "")
+    said: dict[str, str] = {}
+    for parent in reversed(kind.__mro__):  # a family's options are explained once
+        if issubclass(parent, Detector) and parent is not Detector:
+            said |= arguments(inspect.cleandoc(parent.__doc__ or ""))
     found = []
     for parameter in list(inspect.signature(kind.__init__).parameters.values())[1:]:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):

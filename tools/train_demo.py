@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from gatecrash.data import load_source
 from gatecrash.encoder import Encoder
 from gatecrash.files import replacing
+from gatecrash.fitting import seeded
 from gatecrash.networks import NETWORKS, PRETRAINED, Pretrained
 from gatecrash.objective import single
-from gatecrash.training import seeded, train_classifier
+from gatecrash.training import train_classifier
 
 NAME = "fashion_small_cnn"
 LIMIT = 1_000_000

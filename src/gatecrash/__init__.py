@@ -33,6 +33,7 @@ from gatecrash.ball import L2, Ball, Linf
 from gatecrash.detectors import fit_all
 from gatecrash.encoder import Encoder
 from gatecrash.found import Found
+from gatecrash.harden import harden_plan
 from gatecrash.search import search
 from gatecrash.stepper import Adamax, Apgd, Langevin, Normalised, Sign
 from gatecrash.triage import triage, triage_plan
@@ -63,6 +64,7 @@ __all__ = [
     "evict",
     "fgsm",
     "fit_all",
+    "harden_plan",
     "metrics",
     "minimal",
     "networks",

@@ -34,7 +34,10 @@ from gatecrash.bundle import Bundle
 from gatecrash.data import describe_sources
 from gatecrash.detectors import DETECTORS
 from gatecrash.dimensions import dims_rows
-from gatecrash.printing import print_line, print_listing, print_results, print_triage, wide_console
+from gatecrash.harden import EXAMPLES as HARDENINGS
+from gatecrash.harden import example_text as example_hardening
+from gatecrash.harden import first_process, harden_plan, listed_methods
+from gatecrash.printing import print_hardening, print_line, print_listing, print_results, print_triage, wide_console
 from gatecrash.triage import EXAMPLES as TRIAGES
 from gatecrash.triage import example_text as example_triage
 from gatecrash.triage import triage_plan
@@ -159,6 +162,34 @@ def triage_command(
     print_triage(results, Bundle(folder), as_json)
     if strict and any(check["status"] == "fail" for check in results["checks"]):
         raise typer.Exit(1)
+
+
+@app.command("harden")
+def harden_command(
+    plan: Annotated[Path | None, typer.Argument(help="The plan, a YAML file.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where the models go; runs/NAME OF THE PLAN by default.")] = None,
+    resume: Resume = False,
+    device: Device = "auto",
+    trust: Trust = False,
+    list_methods: Annotated[bool, typer.Option("--list", help="List the methods.")] = False,
+    example: Annotated[str | None, typer.Option(help=f"Print an example plan: {', '.join(HARDENINGS)}.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Train networks whose detectors hold, and show what that buys and costs."""
+    if list_methods:
+        print_listing([dict(entry) for entry in listed_methods()], as_json)
+        return
+    if example is not None:
+        print_line(example_hardening(example).rstrip("\n"))
+        return
+    if plan is None:
+        raise ValueError(
+            "which plan? gatecrash harden PLAN.yaml; gatecrash harden --example demo prints one to start from"
+        )
+    folder = out or Path("runs") / plan.stem
+    results = harden_plan(plan, out=folder, resume=resume, device=device, trust=trust)
+    if first_process():
+        print_hardening(results, folder, as_json)
 
 
 @app.command("collide")

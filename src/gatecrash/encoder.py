@@ -238,10 +238,12 @@ def channels(values: Sequence[float] | None, name: str) -> Tensor | None:
     """One value per channel, shaped to meet a batch of images."""
     if values is None:
         return None
-    tensor = torch.as_tensor(values, dtype=torch.float64)
+    with torch.inference_mode(False):  # a tensor made in inference mode could not be part of a gradient later
+        tensor = torch.as_tensor(values, dtype=torch.float64)
     if tensor.ndim != 1 or not bool(tensor.isfinite().all()):
         raise ValueError(f"{name} must be one finite number per channel, got {values!r}")
-    return tensor.float().view(1, -1, 1, 1)
+    with torch.inference_mode(False):
+        return tensor.float().view(1, -1, 1, 1)
 
 
 def check_size(size: int | tuple[int, int] | None) -> int | tuple[int, int] | None:

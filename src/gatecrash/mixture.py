@@ -528,10 +528,12 @@ def check_options(
     components: int, covariance: str, restarts: int, steps: int, tol: float, floor: float, seed: int = 0
 ) -> None:
     """Raises a ValueError when an option of `fit_mixture` is out of range."""
+    if not isinstance(covariance, str):
+        raise ValueError(f"covariance must be the name of one, got {covariance!r}; known: {', '.join(COVARIANCES)}")
     COVARIANCES[covariance]
     whole = {"components": components, "restarts": restarts, "steps": steps, "seed": seed}
     for name, value in whole.items():
-        if not isinstance(value, int):
+        if type(value) is not int:
             raise ValueError(f"{name} must be a whole number, got {value!r}")
     if not 0 <= seed < 2**63:
         raise ValueError(f"seed must be from 0 to 2^63 − 1, got {seed}")
@@ -539,6 +541,8 @@ def check_options(
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     for name, number in (("tol", tol), ("floor", floor)):
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            raise ValueError(f"{name} must be a number, got {number!r}")
         if not 0 <= number < math.inf:
             raise ValueError(f"{name} must not be negative, got {number:g}")
 

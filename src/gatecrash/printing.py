@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from gatecrash.bundle import Bundle, Check, PurifiedRow, Results, Row, TriageResults, TriageRow
+from gatecrash.harden import HardenResults
 
 
 def print_results(results: Results, bundle: Bundle, as_json: bool) -> None:
@@ -132,6 +134,36 @@ def purified_table(rows: Sequence[PurifiedRow]) -> Table:
     return table
 
 
+def print_hardening(results: HardenResults, folder: Path, as_json: bool) -> None:
+    """Accuracy and detection of every method's model, clean and attacked, and where the models are."""
+    if as_json:
+        print_line(json.dumps(results, indent=1))
+        return
+    table = Table(title="Clean → under attack")
+    pgd, softmax = (
+        f"{ball_words('linf', results['attacks'][name]['eps'])}, {results['attacks'][name]['steps']} steps"
+        for name in ("pgd", "softmax")
+    )
+    table.caption = f"accuracy under PGD, {pgd}; detection with both sides attacked, {softmax}"
+    for column in ("method", "detector", "outliers"):
+        table.add_column(column)
+    for column in ("accuracy", "AUROC", "FPR95", "detection error"):
+        table.add_column(column, justify="right")
+    for row in results["rows"]:
+        table.add_row(
+            row["method"],
+            row["detector"],
+            row["outliers"],
+            f"{row['accuracy']:.3f} → {row['pgd_accuracy']:.3f}",
+            f"{row['auroc']:.3f} → {row['attacked_auroc']:.3f}",
+            f"{row['fpr95']:.3f} → {row['attacked_fpr95']:.3f}",
+            f"{row['detection_error']:.3f} → {row['attacked_detection_error']:.3f}",
+        )
+    wide_console().print(table)
+    for name, place in results["bundles"].items():
+        print_line(f"{name}: model bundle:{folder / place}")
+
+
 def give_or_take(mean: float, std: float, several: bool, digits: int = 3) -> str:
     """A mean with its standard deviation, where there are several values."""
     return f"{mean:.{digits}f} ± {std:.{digits}f}" if several else f"{mean:.{digits}f}"
@@ -146,11 +178,15 @@ def column_of(row: Row) -> str:
 
 
 def ball_text(row: Row) -> str:
-    """A row's ball, small L∞ radii in grey levels."""
-    eps = row["eps"] or 0.0
-    if row["norm"] == "linf" and abs(255 * eps - round(255 * eps)) < 1e-6:
+    """A row's ball."""
+    return ball_words(row["norm"], row["eps"] or 0.0)
+
+
+def ball_words(norm: str | None, eps: float) -> str:
+    """A ball in a few signs, small L∞ radii in grey levels."""
+    if norm == "linf" and abs(255 * eps - round(255 * eps)) < 1e-6:
         return f"L∞ {round(255 * eps)}/255"
-    return f"{'L∞' if row['norm'] == 'linf' else 'L2'} {eps:g}"
+    return f"{'L∞' if norm == 'linf' else 'L2'} {eps:g}"
 
 
 def collision_lines(rows: Sequence[Row]) -> list[str]:

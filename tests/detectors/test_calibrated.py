@@ -183,3 +183,11 @@ def test_labels_that_the_network_does_not_have_are_refused() -> None:
     x, y = squares(12)
     with pytest.raises(ValueError, match=r"labels must lie in \[0, 3\), got 1 to 3"):
         Temperature(trained_net()).fit((x, y + 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
+def test_labels_may_be_whole_numbers_of_any_size(dtype: torch.dtype) -> None:
+    x, y = squares(30)
+    wanted = Temperature(trained_net()).fit((x, y))
+    found = Temperature(trained_net()).fit((x, y.to(dtype)))
+    assert found.temperature == wanted.temperature and found.ece_after == wanted.ece_after

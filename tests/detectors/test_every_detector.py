@@ -646,3 +646,23 @@ def test_a_save_that_fails_leaves_the_old_file_alone(tmp_path: Path) -> None:
         broken.save(path)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
+
+
+@every_learning
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
+def test_half_precision_leaves_what_was_fitted_alone(case: Case, half: torch.dtype) -> None:
+    detector = case.fitted()
+    before = {key: tensor.clone() for key, tensor in state(detector).items()}
+    detector.to(half)
+    for key, tensor in state(detector).items():
+        assert torch.equal(tensor, before[key]), key
+        assert tensor.dtype == before[key].dtype
+
+
+def test_a_detector_made_in_inference_mode_has_a_gradient_later() -> None:
+    net = trained_net(0)
+    with torch.inference_mode():
+        detector = MSP(Encoder(net, mean=(0.5,), std=(0.2,)))
+    x = blank(2, 3).requires_grad_()
+    (gradient,) = torch.autograd.grad(detector(x).sum(), x)
+    assert gradient.abs().sum() > 0

@@ -444,6 +444,11 @@ def test_without_a_layer_there_is_nothing_to_read(encoder: nn.Module) -> None:
         Gram(encoder, layers=[])
 
 
+def test_layers_that_are_no_names_are_refused() -> None:
+    with pytest.raises(ValueError, match="layers must be the names of layers, got 3"):
+        Gram(trained_net(), layers=3)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("powers", [0, -1, [], [0, 1], [1.5], 2.5, True, "12"], ids=str)
 def test_powers_that_are_none_are_refused(powers: int) -> None:
     with pytest.raises(ValueError, match="powers must be positive whole numbers"):

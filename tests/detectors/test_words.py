@@ -265,6 +265,8 @@ def test_a_network_that_knows_no_words_is_refused(make: Maker) -> None:
         ({"inside": "cat"}, "inside must be a list of words, got 'cat'"),
         ({"outside": ["cat", " "]}, "outside must be a list of words"),
         ({"inside": [3]}, "inside must be a list of words"),
+        ({"inside": None}, "inside must be a list of words, got None"),
+        ({"outside": iter(["cat"])}, "outside must be a list of words"),
         ({"prompt": "a photo"}, "prompt must have {} where the word goes, got 'a photo'"),
     ],
 )

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from gatecrash.training import classifier, seeded, train_classifier
+from gatecrash.fitting import seeded
+from gatecrash.training import classifier, train_classifier
 
 SIDE = 8
 CLASSES = 3

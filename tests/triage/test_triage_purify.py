@@ -144,7 +144,10 @@ def test_features_that_fly_away_are_of_no_class(tmp_path: Path, step: float, pul
         (lambda net: GMM(Encoder(net, "maps"), components=2), "it judges maps; purification needs"),
         (lambda net: GMM(Encoder(net), components=2), "it judges the output; purification needs"),
         (lambda net: GMM(Encoder(net, "hidden.1"), components=2), "hidden.1, which is not what the last linear layer"),
-        (lambda net: Mahalanobis(Encoder(net, "hidden"), magnitude=0.01), "it does not judge one vector of features per image"),
+        (
+            lambda net: Mahalanobis(Encoder(net, "hidden"), magnitude=0.01),
+            "it does not judge one vector of features per image",
+        ),
         (lambda net: MSP(Encoder(net)), "it judges the output; purification needs"),
     ],
 )

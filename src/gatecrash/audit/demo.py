@@ -11,8 +11,9 @@ from gatecrash.audit.plan import Plan, parse_plan
 from gatecrash.audit.running import refuse_other_runs
 from gatecrash.bundle import Bundle, Results
 from gatecrash.data import load_source
+from gatecrash.fitting import seeded
 from gatecrash.networks import NETWORKS, PRETRAINED, save_weights
-from gatecrash.training import seeded, train_classifier
+from gatecrash.training import train_classifier
 
 EXAMPLES = ("demo", "imagenet", "timm_vit", "clip")
 

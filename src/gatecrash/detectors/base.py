@@ -73,6 +73,16 @@ class Stateful(nn.Module):
             for name in state_names(type(part))
         )
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move and convert as any module does, but never to half precision: what was fitted would be rounded away."""
+        kept = dict(self._buffers)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, before in kept.items():
+            after = self._buffers[name]
+            if before is not None and after is not None and after.dtype in (torch.float16, torch.bfloat16):
+                self._buffers[name] = before.to(after.device)
+        return self
+
     def forget(self) -> None:
         """Empty every buffer, here and in the parts: a second `fit` then learns exactly what a first would."""
         for part in self.modules():

@@ -32,7 +32,7 @@ class Temperature(LogitDetector):
 
     def fit_latents(self, z: Latent, y: Tensor | None) -> None:
         """The best temperature on logits (N, K) with labels (N,)."""
-        logits, labels = single(z).detach().cpu().double(), labels_of(y).cpu()
+        logits, labels = single(z).detach().cpu().double(), labels_of(y).cpu().long()
         before = ece(logits.softmax(dim=1), labels)
         temperature = best_temperature(logits, labels)
         after = ece((logits / temperature).softmax(dim=1), labels)

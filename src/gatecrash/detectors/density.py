@@ -186,7 +186,8 @@ class ZhengHong(MixtureDetector):
             members = (predicted == label).nonzero().squeeze(1)
             own.append(len(members) >= SAMPLES_PER_COMPONENT)
             if own[-1]:
-                fits.append(self._fewer(features[members]))
+                whole = len(members) == len(features)  # then there is no need for a copy
+                fits.append(self._fewer(features if whole else features[members]))
             else:
                 everything = everything or self._fewer(features)
                 fits.append(everything)

@@ -95,7 +95,7 @@ class Gram(Detector):
         taps, names = tapped_maps(encoder, layers)
         wanted = check_powers(powers)
         super().__init__(taps, layers=names, powers=wanted, entries=entries)
-        self.powers, self.entries = wanted, entries
+        self.powers, self.entries = wanted, bool(entries)
         self.per_layer = nn.ModuleList(Ranges() for _ in names)
         self.sets_aside = True
 
@@ -180,15 +180,15 @@ class Extremes:
         self.detector = detector
         self.lows: list[Tensor] = []
         self.highs: list[Tensor] = []
-        self.aside: list[tuple[Tensor, ...]] = []
-        self.seen = 0
+        self.aside: list[Tensor] = []
+        self.seen = self.kept = 0
 
     def take(self, z: Latent, y: Tensor | None) -> None:
         """Widen the ranges by one batch of maps and logits, or set some of its rows aside."""
         for piece in self.detector.pieces(z):
             aside = self._aside(piece)
             if bool(aside.any()):
-                self.aside.append(tuple(part[aside] for part in piece))
+                self._keep([part[aside] for part in piece])
             self._widen([part[~aside] for part in piece])
 
     def finish(self) -> None:
@@ -196,16 +196,29 @@ class Extremes:
         for ranges, low, high in zip(ranges_of(self.detector), self.lows, self.highs, strict=True):
             ranges.set(low, high)
         self.detector.scales = self.lows[0].new_ones(len(self.lows))
-        if self.aside:
-            self.detector.normalise(torch.cat([self.detector.deviations(piece) for piece in self.aside]))
+        if self.kept:
+            pieces = zip(*(part[: self.kept].split(256) for part in self.aside), strict=True)
+            self.detector.normalise(torch.cat([self.detector.deviations(piece) for piece in pieces]))
 
     def _aside(self, piece: Sequence[Tensor]) -> Tensor:
         logits = piece[-1]
         index = torch.arange(self.seen, self.seen + len(logits), device=logits.device)
         self.seen += len(logits)
-        room = max(1, KEPT_BYTES // sum(part[0].numel() * part.element_size() for part in piece))
-        chosen = (index % TENTH == TENTH - 1) & (index // TENTH < room)
+        chosen = (index % TENTH == TENTH - 1) & (index // TENTH < self._room(piece))
         return chosen & self.detector.sets_aside
+
+    @staticmethod
+    def _room(piece: Sequence[Tensor]) -> int:
+        """How many inliers can be set aside."""
+        return max(1, KEPT_BYTES // sum(part[0].numel() * part.element_size() for part in piece))
+
+    def _keep(self, piece: Sequence[Tensor]) -> None:
+        """Set rows aside, in memory that is claimed once: many small pieces between large ones would fragment it."""
+        if not self.aside:
+            self.aside = [part.new_empty(self._room(piece), *part.shape[1:]) for part in piece]
+        for store, part in zip(self.aside, piece, strict=True):
+            store[self.kept : self.kept + len(part)] = part
+        self.kept += len(piece[0])
 
     def _widen(self, piece: Sequence[Tensor]) -> None:
         *statistics, logits = piece
@@ -363,6 +376,8 @@ def ranges_of(detector: Gram) -> list[Ranges]:
 def tapped_maps(encoder: nn.Module, layers: str | Sequence[str] | None) -> tuple[Encoder, list[str]]:
     """The encoder with its layers, or others, unpooled and the logits after them; and the names of the layers."""
     encoder = as_encoder(encoder)
+    if not (layers is None or isinstance(layers, str | Sequence)):
+        raise ValueError(f"layers must be the names of layers, got {layers!r}")
     wanted = encoder.layers if layers is None else (layers,) if isinstance(layers, str) else layers
     names = list(dict.fromkeys(name for name in wanted if name is not None))
     if not names:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor, nn
 
 from gatecrash.detectors.base import Card, Detector, register
@@ -121,6 +120,6 @@ def max_softmax(logits: Tensor) -> Tensor:
 
 def positive(value: float, name: str) -> float:
     """The value, when it is positive."""
-    if not value > 0 or not torch.isfinite(torch.tensor(value)):
-        raise ValueError(f"{name} must be positive, got {value:g}")
+    if not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{name} must be positive, got {value!r}")
     return value

@@ -145,7 +145,8 @@ def prepared(network: nn.Module) -> Encoder:
 
 def word_list(words: Sequence[str], name: str, least: int = 1) -> list[str]:
     """The words as a list, when they are words and enough of them."""
-    if isinstance(words, str) or not all(isinstance(word, str) and word.strip() for word in words):
+    several = isinstance(words, Sequence) and not isinstance(words, str)
+    if not several or not all(isinstance(word, str) and word.strip() for word in words):
         raise ValueError(f"{name} must be a list of words, got {words!r}")
     if len(words) < least:
         raise ValueError(f"{name} must hold at least {least} word{'s' * (least > 1)}, got {len(words)}")

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from lightning.fabric import Fabric
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from lightning.fabric import Fabric
 
 
 def make_fabric(precision: Literal["float32", "bf16"] = "float32", device: torch.device | None = None) -> Fabric:
     """The devices of this run: all processes where torchrun started several, else the one device."""
+    from lightning.fabric import Fabric  # slow to import, and needed only where something is trained
+
     kind = "auto" if device is None else "gpu" if device.type == "cuda" else device.type
     exact: Literal["bf16-mixed", "32-true"] = "bf16-mixed" if precision == "bf16" else "32-true"
     world = int(os.environ.get("WORLD_SIZE", "1"))

@@ -6,10 +6,9 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.fabric import Fabric
 from torch import Tensor, nn
 
 from gatecrash.fitting.average import RunningMean
@@ -30,6 +29,9 @@ from gatecrash.fitting.seeds import seed_of, seeded
 from gatecrash.fitting.step import Batch, Step, settings_of
 from gatecrash.fitting.watch import NotFinite, Watch
 from gatecrash.progress import progress
+
+if TYPE_CHECKING:
+    from lightning.fabric import Fabric
 
 LOOK_EVERY = 20
 """Batches from one look at the loss to the next where a look makes a device wait; a CPU looks at every batch."""

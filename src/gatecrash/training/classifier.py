@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -14,6 +13,7 @@ from torch.nn.functional import cross_entropy, pad
 from torch.optim.lr_scheduler import LambdaLR
 
 from gatecrash.encoder import Encoder, channels
+from gatecrash.fitting import seeded
 from gatecrash.images import check_images, check_labels
 from gatecrash.networks.registry import at_least_one
 from gatecrash.objective import single
@@ -89,27 +89,6 @@ def train_classifier(
     finally:
         model.to(home).eval()
     return model
-
-
-@contextmanager
-def seeded(seed: int, device: torch.device | str = "cpu") -> Iterator[None]:
-    """The random numbers of the CPU and of `device` depend on `seed` in this block, and are as before after it."""
-    device = torch.device(device)
-    generators = [torch.default_generator]
-    if device.type == "cuda":
-        torch.cuda.init()
-        index = torch.cuda.current_device() if device.index is None else device.index
-        generators.append(torch.cuda.default_generators[index])
-    elif device.type == "mps":
-        generators.append(torch.mps._get_default_mps_generator())
-    states = [generator.get_state() for generator in generators]
-    try:
-        for generator in generators:
-            generator.manual_seed(seed)
-        yield
-    finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
 
 
 def _descend(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], steps: int, lr: float) -> None:
