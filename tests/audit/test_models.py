@@ -120,6 +120,17 @@ def test_a_model_bundle_brings_its_own_description(tmp_path: Path) -> None:
         load_model(plan, tmp_path)
 
 
+def test_a_bundle_of_a_users_own_network_needs_trust_and_finds_the_module_beside_the_plan(tmp_path: Path) -> None:
+    (tmp_path / "own_for_bundle.py").write_text("import torch\ndef make(): return torch.nn.Linear(2, 3)\n")
+    source = torch.nn.Linear(2, 3)
+    save_weights(source, tmp_path / "trained" / "model.safetensors")
+    (tmp_path / "trained" / "model.json").write_text(json.dumps({"name": "own_for_bundle:make"}))
+    plan = ModelPlan(name="bundle:trained")
+    with pytest.raises(ValueError, match="say --trust"):
+        load_model(plan, tmp_path)
+    assert hash_of(load_model(plan, tmp_path, trust=True)) == hash_of(source)
+
+
 class Bomb:
     """A pickle that would write a file."""
 

@@ -29,8 +29,14 @@ WITH_WEIGHTS = ("clip",)
 """Kinds whose networks are never without weights."""
 
 
-def load_model(plan: ModelPlan, folder: Path, *, trust: bool = False) -> nn.Module:
+def load_model(plan: ModelPlan, folder: Path, *, trust: bool = False, modules: Path | None = None) -> nn.Module:
     """The network of a plan with its weights, in eval mode; paths are relative to `folder`.
+
+    Args:
+        plan: name, weights and options.
+        folder: what paths are relative to.
+        trust: let a model named `module:function` run its code.
+        modules: where such a module is looked for first; `folder` by default.
 
     Raises:
         ValueError: in one line: an unknown name, weights that are missing, damaged or do not fit, a `module:function`
@@ -45,9 +51,9 @@ def load_model(plan: ModelPlan, folder: Path, *, trust: bool = False) -> nn.Modu
         inner = bundled(folder / name)
         if inner.name.startswith("bundle:"):
             raise ValueError(f"{folder / name} is a bundle of a bundle")
-        return load_model(inner, folder / name)
+        return load_model(inner, folder / name, trust=trust, modules=folder)
     if kind not in MAKERS:
-        model = call_function(kind, name, plan, folder, trust=trust)
+        model = call_function(kind, name, plan, modules or folder, trust=trust)
         needs_weights = False
     else:
         model = MAKERS[kind](name, plan, folder)
