@@ -1,11 +1,11 @@
 """How fast detectors score, against a peer in the same run.
 
-    python benchmarks/detectors.py OUT [--parts mahalanobis,gram]
+    python benchmarks/detectors.py OUT [--parts mahalanobis,gram,gram_float32]
 
 `mahalanobis`: features to scores, 100 classes × 512 features, 256 at a time, against pytorch-ood's. `gram`: maps to
 scores, the network not counted, at two sets of layers of a DenseNet-BC, against the same score one image at a time with
-the whole Gram matrix in float64, as Liang et al. have it (App. H), written here from its definition. A ratio is the
-peer's median time over ours; scores must agree, or there is no ratio.
+the whole Gram matrix in float64, as Liang et al. have it (App. H), from its definition; `gram_float32`: the
+same reference in float32. A ratio is the peer's median time over ours; scores must agree, or there is no ratio.
 OUT gets one JSON file per part, with versions, threads and date.
 """
 
@@ -17,6 +17,7 @@ import statistics
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -60,9 +61,10 @@ def mahalanobis(repeats: int) -> dict[str, Any]:
 
 
 class GramOneByOne:
-    """Gram as Liang et al. compute it (App. H): one image at a time, in float64, every power's whole matrix."""
+    """Gram one image at a time, every power's whole matrix: in float64 as in Liang et al., App. H, or in float32."""
 
-    def __init__(self, inliers: list[list[Tensor]], held_out: list[list[Tensor]]) -> None:
+    def __init__(self, inliers: list[list[Tensor]], held_out: list[list[Tensor]], dtype: torch.dtype) -> None:
+        self.dtype = dtype
         found: dict[int | None, list[list[Tensor]]] = {None: []}  # None: of all classes, for one never predicted
         for *maps, logits in inliers:
             values = [self.values(part) for part in maps]
@@ -75,12 +77,11 @@ class GramOneByOne:
         self.floors = [1e-6 * max(low.abs().max(), high.abs().max()) for low, high in self.ranges[None]]
         self.scale = torch.stack([self.deviations(outputs) for outputs in held_out]).mean(dim=0)
 
-    @staticmethod
-    def values(maps: Tensor) -> Tensor:
+    def values(self, maps: Tensor) -> Tensor:
         """The signed roots of the row sums of G_p = F^p (F^p)ᵀ, for all powers, (P, C)."""
         rows = []
         for power in POWERS:
-            raised = maps.double().flatten(1) ** power
+            raised = maps.to(self.dtype).flatten(1) ** power
             sums = (raised @ raised.T).sum(dim=1)
             rows.append(sums.sign() * sums.abs() ** (1 / power))
         return torch.stack(rows)
@@ -101,7 +102,7 @@ class GramOneByOne:
         return (self.deviations(outputs) / self.scale).sum()
 
 
-def gram(repeats: int) -> dict[str, Any]:
+def gram(repeats: int, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
     """The deviation of Gram matrices of a DenseNet-BC's maps, for images of 32 × 32."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -109,9 +110,9 @@ def gram(repeats: int) -> dict[str, Any]:
         for _ in range(20):  # without batch statistics, activations grow beyond what float32 holds to the 20th power
             network(torch.rand(32, 3, 32, 32))
         network.eval()
-    found = {title: gram_at(network, taps, repeats) for title, taps in TAPS.items()}
+    found = {title: gram_at(network, taps, repeats, dtype) for title, taps in TAPS.items()}
     return {
-        "sizes": "DenseNet-BC, 10 powers, batch 64 against 1",
+        "sizes": f"DenseNet-BC, 10 powers, batch 64 against 1 in {dtype}",
         "taps": TAPS,
         "agreement": max(difference for difference, _ in found.values()),
         "seconds_per_sample": {f"{name}, {title}": t for title, (_, times) in found.items() for name, t in times},
@@ -119,7 +120,9 @@ def gram(repeats: int) -> dict[str, Any]:
     }
 
 
-def gram_at(network: nn.Module, taps: list[str], repeats: int) -> tuple[float, list[tuple[str, float]]]:
+def gram_at(
+    network: nn.Module, taps: list[str], repeats: int, dtype: torch.dtype
+) -> tuple[float, list[tuple[str, float]]]:
     """How far the two scores differ, and the seconds an image takes, at some layers."""
     from gatecrash.detectors.gram import Gram
 
@@ -133,7 +136,7 @@ def gram_at(network: nn.Module, taps: list[str], repeats: int) -> tuple[float, l
     def one_by_one(x: Tensor) -> list[list[Tensor]]:
         return [[part[0] for part in read(image[None])] for image in x]
 
-    peer = GramOneByOne(one_by_one(inliers), one_by_one(held_out))
+    peer = GramOneByOne(one_by_one(inliers), one_by_one(held_out), dtype)
     maps, rows = read(new), one_by_one(new[:alone])
     difference = agreement(ours.judge(ours.summary(maps))[:alone], torch.stack([peer.score(row) for row in rows]))
     runs = {"gatecrash": lambda: ours.judge(ours.summary(maps)), "one by one": lambda: [peer.score(r) for r in rows]}
@@ -176,7 +179,11 @@ def circumstances() -> dict[str, Any]:
     return {"versions": found, "threads": torch.get_num_threads(), "date": datetime.now(UTC).isoformat("T", "seconds")}
 
 
-PARTS: dict[str, Callable[[int], dict[str, Any]]] = {"mahalanobis": mahalanobis, "gram": gram}
+PARTS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "mahalanobis": mahalanobis,
+    "gram": gram,
+    "gram_float32": partial(gram, dtype=torch.float32),
+}
 
 
 def main() -> None:
