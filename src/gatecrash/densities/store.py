@@ -1,0 +1,42 @@
+"""The bundle of a density: a directory with its weights, its description and the numbers of every epoch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from gatecrash.densities.base import DENSITIES, Density
+from gatecrash.files import write_text
+from gatecrash.fitting import History
+from gatecrash.networks import hash_of, load_weights, save_weights
+
+SCHEMA = 1
+
+
+def save_density(density: Density, folder: str | Path, history: History | None = None) -> None:
+    """Write `model.safetensors`, `manifest.json` and, last, `model.json`: with it the bundle is complete."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_weights(density, folder / "model.safetensors")
+    manifest = {"weights_sha256": hash_of(density), "epochs": history or []}
+    write_text(folder / "manifest.json", json.dumps(manifest, indent=1) + "\n")
+    about = {"schema": SCHEMA, "density": density.name, "shape": list(density.shape), "options": density.options}
+    write_text(folder / "model.json", json.dumps(about, indent=1) + "\n")
+
+
+def load_density(folder: str | Path) -> Density:
+    """The density of a bundle, in eval mode, its parameters frozen.
+
+    Raises:
+        ValueError: there is no such bundle, or it is damaged.
+    """
+    about = Path(folder) / "model.json"
+    if not about.is_file():
+        raise ValueError(f"{folder} is no bundle of a density: model.json is missing")
+    try:
+        content = json.loads(about.read_text(encoding="utf-8"))
+        density = DENSITIES[content["density"]](content["shape"], **content["options"])
+    except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{about} does not describe a density: {' '.join(str(error).split())}") from error
+    load_weights(density, Path(folder) / "model.safetensors")
+    return density.eval().requires_grad_(False)
