@@ -2,6 +2,8 @@
 
     python benchmarks/attacks.py DATA OUT --parts two_sided,collisions,curves,minimal,verdicts [--count 500]
 
+A part can be of some detectors only, as in `two_sided:odin+msp`.
+
 DATA holds cifar10_train.npz, cifar10_test.npz, gtsrb_test.npz and tiny.npz (x uint8 N×H×W×3, y) at 32×32, and
 densenet_bc.safetensors and resnet20.safetensors. OUT gets one JSON file per part.
 """
@@ -14,6 +16,7 @@ import json
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +38,7 @@ PIXEL = 1 / 255
 class Setting:
     """Networks, images and detectors, fitted."""
 
-    def __init__(self, data: Path, count: int, fit: int, device: str, compiled: bool) -> None:
+    def __init__(self, data: Path, count: int, fit: int, device: str, speed: str) -> None:
         self.device = device
         self.train = read(data / "cifar10_train.npz", fit, device)
         self.inliers = read(data / "cifar10_test.npz", count, device)[0]
@@ -46,10 +49,11 @@ class Setting:
         resnet = load_weights(ResNetCifar(20), data / "resnet20.safetensors").to(
             device, memory_format=torch.channels_last
         )
-        speed = Bucketed if compiled else (lambda module: module)
-        self.logits = gate.Encoder(speed(densenet), **CIFAR)
-        self.features = gate.Encoder(speed(trunk_of(densenet)), **CIFAR)
-        self.resnet_features = gate.Encoder(speed(trunk_of(resnet)), **IMAGENET)
+        made = SPEEDS[speed]
+        trunk = made(trunk_of(densenet))
+        self.logits = gate.Encoder(nn.Sequential(trunk, densenet.fc), **CIFAR)
+        self.features = gate.Encoder(trunk, **CIFAR)
+        self.resnet_features = gate.Encoder(made(trunk_of(resnet)), **IMAGENET)
         kinds = gate.detectors
         self.detectors = {
             "msp": kinds.MSP(self.logits),
@@ -68,25 +72,86 @@ class Setting:
         }
 
 
-class Bucketed(nn.Module):
-    """A compiled network that sees few batch sizes: a batch is filled up with black images, so nothing recompiles."""
+class Filled(nn.Module):
+    """A network that sees few batch sizes: a batch is filled up with black images, so that each is prepared once."""
 
-    def __init__(self, model: nn.Module, sizes: tuple[int, ...] = (128, 512), backend: str = "inductor") -> None:
+    def __init__(self, model: nn.Module, sizes: tuple[int, ...] = (64, 128, 256, 512)) -> None:
         super().__init__()
-        self.model, self.sizes = model, sizes
-        self.fast = torch.compile(model, backend=backend, dynamic=False)
+        self.model, self.sizes = model.eval().requires_grad_(False), sizes
+
+    def run(self, x: Tensor) -> Tensor:
+        """The output for a batch of one of the sizes."""
+        raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
         """The network's output for every image."""
-        largest = self.sizes[-1]
-        return torch.cat([self.filled(part) for part in x.split(largest)])
-
-    def filled(self, x: Tensor) -> Tensor:
-        """The output of a batch that is no larger than the largest size."""
+        if len(x) > self.sizes[-1] or x.dtype != torch.float32:  # what is prepared is for float32
+            output: Tensor = self.model(x)
+            return output
         size = next(size for size in self.sizes if size >= len(x))
         black = x.new_zeros(size - len(x), *x.shape[1:])
-        output: Tensor = self.fast(torch.cat([x, black]))[: len(x)]
+        return self.run(torch.cat([x, black]).contiguous(memory_format=torch.channels_last))[: len(x)]
+
+
+class Compiled(Filled):
+    """The network as torch.compile makes it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model, sizes=(128, 512))
+        torch._dynamo.config.cache_size_limit = 16
+        self.fast = torch.compile(self.model, dynamic=False)
+
+    def run(self, x: Tensor) -> Tensor:
+        """The output for a batch of one of the sizes."""
+        output: Tensor = self.fast(x)
         return output
+
+
+class Graphed(Filled):
+    """The network as CUDA graphs: what a batch launches is recorded once and launched as a whole."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.graphs: dict[tuple[int, bool], Any] = {}
+
+    def run(self, x: Tensor) -> Tensor:
+        """The output for a batch of one of the sizes; a copy, since the graph writes the next one in its place."""
+        grad = x.requires_grad and torch.is_grad_enabled()
+        if (len(x), grad) not in self.graphs:
+            self.graphs[len(x), grad] = self.with_gradient(x) if grad else self.without_gradient(x)
+        output: Tensor = self.graphs[len(x), grad](x)
+        return output.clone()
+
+    def with_gradient(self, x: Tensor) -> Any:
+        """Forward and backward as a graph each."""
+        sample = x.detach().clone(memory_format=torch.preserve_format).requires_grad_(True)
+        return torch.cuda.make_graphed_callables(copy.deepcopy(self.model), (sample,))
+
+    def without_gradient(self, x: Tensor) -> Any:
+        """Forward as a graph."""
+        place, graph = x.detach().clone(memory_format=torch.preserve_format), torch.cuda.CUDAGraph()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.no_grad(), torch.cuda.stream(side):
+            for _ in range(3):
+                self.model(place)
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.no_grad(), torch.cuda.graph(graph):
+            output = self.model(place)
+
+        def launch(images: Tensor) -> Tensor:
+            place.copy_(images)
+            graph.replay()
+            return output
+
+        return launch
+
+
+SPEEDS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "plain": lambda model: model,
+    "compile": Compiled,
+    "graph": Graphed,
+}
 
 
 def trunk_of(model: nn.Module) -> nn.Module:
@@ -282,20 +347,21 @@ def main() -> None:
     parser.add_argument("data", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--parts", default=",".join(PARTS))
-    parser.add_argument("--detectors", default="", help="only these in two_sided, minimal and verdicts")
     parser.add_argument("--count", type=int, default=500)
     parser.add_argument("--fit", type=int, default=8000)
-    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--speed", default="plain", choices=SPEEDS)
     parser.add_argument("--tag", default="")
     options = parser.parse_args()
+    torch.backends.cudnn.benchmark = options.speed != "plain"
     device = "cuda" if torch.cuda.is_available() else "cpu"
     began = time.monotonic()
-    setting = Setting(options.data, options.count, options.fit, device, options.compile)
-    if options.detectors:
-        setting.detectors = {name: setting.detectors[name] for name in options.detectors.split(",")}
+    setting = Setting(options.data, options.count, options.fit, device, options.speed)
+    everything = setting.detectors
     options.out.mkdir(parents=True, exist_ok=True)
-    for part in options.parts.split(","):
+    for said in options.parts.split(","):
         start = time.monotonic()
+        part, _, names = said.partition(":")
+        setting.detectors = {name: everything[name] for name in names.split("+")} if names else everything
         result = PARTS[part](setting)
         result |= {
             "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",

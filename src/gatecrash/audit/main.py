@@ -132,8 +132,6 @@ def audit_plan(
 
 def run_job(job: Job, out: Path, *, resume: bool) -> Results:
     """Measure what the job asks for and write the bundle."""
-    from gatecrash.report import write_report  # slow to import, and needed only at the end
-
     bundle = Bundle(out)
     manifest = manifest_of(seed=job.seed, device=job.device, networks=job.networks, sets=job.sets, attacks=job.attacks)
     done = carry_out(
@@ -146,6 +144,8 @@ def run_job(job: Job, out: Path, *, resume: bool) -> Results:
     bundle.write_pictures(measured.pictures)
     rows = rows_of(job, measured)
     bundle.write_results(rows, run_checks(job, measured, rows), manifest)
+    from gatecrash.report import write_report  # slow to import, and needed only here
+
     write_report(bundle)
     work.clear()
     return bundle.results()
