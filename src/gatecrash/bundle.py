@@ -50,6 +50,8 @@ class Row(TypedDict):
     mape_p90: NotRequired[float]
     target_distance_median: NotRequired[float]
     certified_auroc: NotRequired[float]
+    """The AUROC that no attack on outliers inside the ball comes below, where the detector has a proof: clean inliers
+    against the least score that each outlier can be brought to."""
 
 
 class Check(TypedDict):

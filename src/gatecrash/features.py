@@ -102,6 +102,12 @@ def drained(blocks: list[list[Tensor]]) -> Tensor:
     parts = [part for block in blocks for part in block]
     blocks.clear()
     count, first = sum(map(len, parts)), parts[0]
+    other = next((part for part in parts if part.shape[1:] != first.shape[1:]), None)
+    if other is not None:
+        raise ValueError(
+            f"all images must give latents of one shape, got {tuple(first.shape[1:])} and {tuple(other.shape[1:])}; "
+            "are the images of several sizes?"
+        )
     whole = first.new_empty(count, *first.shape[1:])
     while parts:
         part = parts.pop()

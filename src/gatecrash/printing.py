@@ -31,7 +31,7 @@ def print_results(results: Results, bundle: Bundle, as_json: bool) -> None:
     pairs = dict.fromkeys((row["detector"], row["outliers"]) for row in results["rows"])
     for detector, outliers in pairs:
         values = {
-            column_of(row): f"{row['auroc']:.3f}"
+            column_of(row): f"{row['auroc']:.3f}" + proven(row)
             for row in results["rows"]
             if (row["detector"], row["outliers"]) == (detector, outliers)
         }
@@ -41,6 +41,11 @@ def print_results(results: Results, bundle: Bundle, as_json: bool) -> None:
         print_line(line)
     print_failures(results["checks"])
     print_line(f"report: {bundle.report}")
+
+
+def proven(row: Row) -> str:
+    """What no attack on the outliers comes below, where the detector has a proof of that."""
+    return f" ≥ {row['certified_auroc']:.3f}" if "certified_auroc" in row else ""
 
 
 def print_failures(checks: Sequence[Check]) -> None:

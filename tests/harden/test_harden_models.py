@@ -18,12 +18,15 @@ from gatecrash.audit import audit_plan
 from gatecrash.audit.models import bundled, completed, load_model
 from gatecrash.audit.plan import ModelPlan, read_plan
 from gatecrash.data import fingerprint, load_source
+from gatecrash.detectors import CCU
 from gatecrash.encoder import Encoder
 from gatecrash.harden import HardenPlan, harden_plan
 from gatecrash.harden.methods import METHODS
 from gatecrash.harden.run import job_of_harden
+from gatecrash.metrics import auroc
 from gatecrash.networks import NETWORKS, PRETRAINED, hash_of, save_weights
 from gatecrash.objective import single
+from gatecrash.training import gan_samples, load_generator
 from gatecrash.training.prepared import Prepared
 
 OPTIONS_OF: dict[str, dict[str, Any]] = {
@@ -31,6 +34,8 @@ OPTIONS_OF: dict[str, dict[str, Any]] = {
     "aoe": {"eps": "8/255", "steps": 1, "weight": 1},
     "aloe": {"eps": "8/255", "steps": 1},
     "temporal_ensembling": {"labels_per_class": 1, "ramp": 2},
+    "jem": {"steps": 2, "buffer": 20},
+    "ccu": {"components": 2},
 }
 STILL = {"lr": 1e-30, "weight_decay": 0, "momentum": 0}
 
@@ -74,11 +79,11 @@ def test_methods_differ_and_say_what_they_learnt_from(every_method: Path) -> Non
     for name, other in ((a, b) for a in METHODS for b in METHODS if a < b):
         assert not torch.equal(weights[name], weights[other]), (name, other)
     columns = {name: next(csv.reader((every_method / name / "epochs.csv").open())) for name in METHODS}
-    assert {name for name in METHODS if "loss out" in columns[name]} == {"oe", "aoe", "aloe"}
+    assert {name for name in METHODS if "loss out" in columns[name]} == {"oe", "aoe", "aloe", "ccu"}
     assert {name for name in METHODS if "attack success" in columns[name]} == {"adv", "aoe", "aloe"}
     assert {name for name in METHODS if "outlier attack success" in columns[name]} == {"aloe"}
     data = {name: json.loads((every_method / name / "manifest.json").read_text())["data"] for name in METHODS}
-    assert {name for name in METHODS if "outliers" in data[name]} == {"oe", "aoe", "aloe"}
+    assert {name for name in METHODS if "outliers" in data[name]} == {"oe", "aoe", "aloe", "ccu"}
     train = load_source("fashion:train", limit=12, channels=1, size=32)
     assert data["oe"]["train"]["sha256"] == fingerprint(train) and data["oe"]["outliers"]["n"] == 10
 
@@ -105,6 +110,37 @@ def test_an_audit_takes_a_model_by_its_folder_and_needs_no_more(
     (tmp_path / "audit.yaml").write_text(yaml.safe_dump(plan))
     (row,) = audit_plan(tmp_path / "audit.yaml", out=tmp_path / "audit")["rows"]
     assert (row["auroc"], row["fpr95"]) == (hardened["auroc"], hardened["fpr95"])
+
+
+def test_an_audit_takes_the_mixtures_that_were_trained_with_a_network(
+    every_method: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gatecrash.report.write_report", lambda bundle: bundle.report, raising=False)
+    plan = {
+        "model": {"name": f"bundle:{every_method / 'ccu'}"},
+        "data": {
+            "inliers": {"source": "fashion:test", "limit": 8},
+            "outliers": {"noise": {"source": "noise", "limit": 6}},
+        },
+        "detectors": [{"name": "ccu", "bundle": str(every_method / "ccu")}],
+        "attacks": [{"name": "admit", "ball": {"norm": "linf", "eps": ["1/255", "4/255"]}, "steps": 3}],
+    }
+    (tmp_path / "audit.yaml").write_text(yaml.safe_dump(plan))
+    rows = audit_plan(tmp_path / "audit.yaml", out=tmp_path / "audit")["rows"]
+    assert [("certified_auroc" in row, row["side"]) for row in rows] == [(False, "none"), (True, "out"), (True, "out")]
+    assert all(row["certified_auroc"] <= row["auroc"] for row in rows[1:])
+    encoder = Encoder(load_model(ModelPlan(name="bundle:ccu"), every_method), None, [0.3], [0.35])
+    detector = CCU(encoder, bundle=str(every_method / "ccu"))
+    inside = detector.scores(load_source("fashion:test", limit=8, channels=1, size=32).x)
+    noise = load_source("noise", limit=6, channels=1, size=32, seed=0).x
+    assert rows[0]["auroc"] == auroc(inside, detector.scores(noise))
+    assert rows[2]["certified_auroc"] == auroc(inside, detector.score_bound(noise, 4 / 255, "linf").float())
+
+
+def test_the_generator_of_a_confident_classifier_is_kept(every_method: Path) -> None:
+    made = gan_samples(load_generator(every_method / "confident"), 3)
+    assert made.shape == (3, 1, 32, 32)
+    assert not torch.equal(made[0], made[1])
 
 
 def as_logits(folder: Path, name: str, x: Tensor) -> Tensor:

@@ -102,7 +102,7 @@ def test_what_is_finished_is_neither_trained_nor_evaluated_again(
     done: list[str] = []
     fit, evaluated = harden_run.fit, harden_main.evaluated
     monkeypatch.setattr(harden_run, "fit", lambda *a, **k: (done.append(k["folder"].name), fit(*a, **k))[1])
-    monkeypatch.setattr(harden_main, "evaluated", lambda *a: (done.append(f"{a[0]} table"), evaluated(*a))[1])
+    monkeypatch.setattr(harden_main, "evaluated", lambda *a, **k: (done.append(f"{a[0]} table"), evaluated(*a, **k))[1])
     with pytest.raises(ValueError, match="holds another run; choose another --out, or go on with it: --resume"):
         harden_plan(small_model(**PLAN), out=tmp_path / "run")
     first = harden_plan(small_model(**PLAN), out=tmp_path / "run", resume=True)

@@ -109,9 +109,36 @@ def test_convolutions_start_with_the_variance_of_he_and_the_last_bias_at_zero() 
     assert not model.fc.bias.any()
 
 
+def test_without_norms_a_block_has_biases_and_leaks() -> None:
+    block, x = WideBlock(4, 6, stride=2, dropout=0.0, norm="none"), torch.randn(2, 4, 7, 7)
+    assert block.convShortcut is not None and block.conv1.bias is not None and block.conv2.bias is not None
+
+    def leaky(values: Tensor) -> Tensor:
+        return torch.where(values > 0, values, 0.2 * values)
+
+    first = leaky(x)
+    inner = leaky(conv2d(first, block.conv1.weight, block.conv1.bias, stride=2, padding=1))
+    residual = conv2d(inner, block.conv2.weight, block.conv2.bias, padding=1)
+    shortcut = conv2d(first, block.convShortcut.weight, block.convShortcut.bias, stride=2)
+    torch.testing.assert_close(block(x), shortcut + residual)
+
+
+def test_without_norms_the_network_is_the_same_in_training_as_in_use_and_starts_small() -> None:
+    torch.manual_seed(0)
+    model, x = WideResNet(28, 2, norm="none"), torch.rand(8, 3, 32, 32)
+    assert not any(isinstance(module, nn.BatchNorm2d) for module in model.modules())
+    with torch.no_grad():
+        logits = model.train()(x)
+        assert torch.equal(logits, model.eval()(x))
+        one = model(x[:1])
+    torch.testing.assert_close(one, logits[:1])
+    assert float(logits.abs().max()) < 3  # He's start would grow with every block that nothing normalises
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"norm": "layer"}, "norm must be 'batch' or 'none', got 'layer'"),
         ({"depth": 30}, r"depth of a wide ResNet must be 6n \+ 4 .*, got 30"),
         ({"depth": 4}, r"depth .* got 4"),
         ({"width": 0}, "width must be at least 1, got 0"),

@@ -336,6 +336,13 @@ def test_a_cell_tells_its_interval() -> None:
     assert (cell.text, cell.hint) == ("0.51", "AUROC 0.5123, 95 % interval 0.502 to 0.522")
 
 
+def test_a_cell_tells_what_is_proven() -> None:
+    row: Row = {**row_of(0.9876, attack=COLLIDE), "certified_auroc": 0.7654}
+    cell = lines(Table([row]))[0].cells[1]
+    assert cell.text == "0.99 ≥ 0.77"
+    assert cell.hint.endswith("; proven: no attack on the outliers comes below 0.7654")
+
+
 @pytest.mark.parametrize(
     ("auroc", "band"),
     [(0.0, 0), (0.449, 0), (0.45, 1), (0.55, 1), (0.551, 2), (0.7, 3), (0.85, 4), (0.95, 5), (1.0, 5)],

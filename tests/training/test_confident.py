@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,16 @@ from torch.nn.functional import cross_entropy, kl_div, log_softmax, logsigmoid
 
 from gatecrash.encoder import Encoder
 from gatecrash.fitting import Batch, Material, Recipe, fit, seeded
-from gatecrash.training.confident import NOISE, ConfidentClassifier, Discriminator, Generator
+from gatecrash.networks import save_weights
+from gatecrash.training.confident import (
+    NOISE,
+    ConfidentClassifier,
+    Discriminator,
+    Generator,
+    gan_samples,
+    load_generator,
+    save_generator,
+)
 from small_models import one_thread
 
 __all__ = ["one_thread"]
@@ -182,6 +192,42 @@ def test_it_learns_in_bf16_with_the_gans_newest_weights() -> None:
     assert losses[1]["generator loss"] == pytest.approx(losses[0]["generator loss"], rel=0.05)
     assert losses[1]["loss"] == pytest.approx(losses[0]["loss"], rel=0.02)
     assert losses[1] != losses[0]
+
+
+def test_samples_are_the_generators_and_an_image_does_not_depend_on_those_beside_it() -> None:
+    model = classifier()
+    step = begun(model)
+    for number in range(40):
+        step(model, batch(seed=number))
+    made = gan_samples(step, 5, seed=3)
+    assert made.shape == (5, 1, 32, 32) and not made.requires_grad
+    assert float(made.min()) >= 0 and float(made.max()) <= 1 and float(made.std(dim=0).mean()) > 1e-4
+    noise = torch.randn(5, NOISE, 1, 1, generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        expected = deepcopy(step.generator).eval()(noise)
+    torch.testing.assert_close(made, expected)
+    torch.testing.assert_close(gan_samples(step.generator, 5, seed=3, batch_size=2), made)
+    assert not torch.equal(gan_samples(step, 5, seed=4), made)
+    assert step.generator.training
+    with pytest.raises(ValueError, match="count must be at least 1, got 0"):
+        gan_samples(step, 0)
+
+
+def test_a_generator_is_read_back_whatever_its_size(tmp_path: Path) -> None:
+    for channels, width in ((1, 2), (3, 5), (3, 100)):
+        generator = Generator(channels, width).eval()
+        save_generator(generator, tmp_path)
+        again = load_generator(tmp_path)
+        assert not again.training
+        assert torch.equal(gan_samples(again, 2), gan_samples(generator, 2))
+    save_weights(nn.Linear(2, 2), tmp_path / "generator.safetensors")
+    with pytest.raises(ValueError, match=r"generator\.safetensors holds no generator"):
+        load_generator(tmp_path)
+    (tmp_path / "generator.safetensors").write_bytes(b"none")
+    with pytest.raises(ValueError, match="holds no generator, or is damaged"):
+        load_generator(tmp_path)
+    with pytest.raises(ValueError, match=r"has no generator.safetensors; a bundle of the method `confident` does"):
+        load_generator(tmp_path / "nowhere")
 
 
 def test_images_of_another_size_and_negative_weights_are_refused() -> None:

@@ -17,7 +17,21 @@ from small_triage import BIM, FGSM, column, detectors_of, mislabelled, row_of, s
 
 import gatecrash as gate
 from gatecrash.bundle import TRIAGE_SAMPLES, Bundle
-from gatecrash.detectors import GMM, MSP, Card, Detector, Mahalanobis, ScoreEnsemble, Temperature, ZhengHong, fit_all
+from gatecrash.detectors import (
+    GMM,
+    MSP,
+    Card,
+    Detector,
+    FeatureMAF,
+    FeatureVAE,
+    Mahalanobis,
+    PixelCNNLikelihood,
+    ScoreEnsemble,
+    Temperature,
+    ZhengHong,
+    fit_all,
+)
+from gatecrash.detectors.learned import Learned
 from gatecrash.encoder import Encoder
 from gatecrash.metrics import detection_error, fpr_at_tpr
 from gatecrash.triage import run as triage_run
@@ -292,6 +306,29 @@ def test_repeats_differ_by_the_seed_alone(tmp_path: Path, no_report: None) -> No
         alone = GMM(Encoder(network, "hidden"), components=4, steps=3, seed=repeat).fit(fit)
         scores = column(bundle, "score", detector="GMM", repeat=repeat, set="inliers")
         assert torch.equal(scores.float(), alone.scores(x, 25))
+
+
+def test_detectors_that_train_a_density_are_trained_anew_in_every_repeat(tmp_path: Path, no_report: None) -> None:
+    features, x, fit = Encoder(trained_net(), "hidden"), mislabelled()[0], squares(90, seed=2)
+    training = {"epochs": 1, "batch_size": 45}
+    models: dict[str, tuple[type[Learned], dict[str, Any]]] = {
+        "vae": (FeatureVAE, {"hidden": 4, "latent": 2}),
+        "maf": (FeatureMAF, {"transforms": 1, "hidden": [4]}),
+        "pixelcnn": (PixelCNNLikelihood, {"blocks": 0, "filters": 2, "mixtures": 2, "levels": 0}),
+    }
+    detectors = {name: kind(features, model=model, training=training) for name, (kind, model) in models.items()}
+    detectors["vae"].fit(fit).save_bundle(tmp_path / "bundle")
+    trained = {"trained": FeatureVAE(features, bundle=str(tmp_path / "bundle"))}
+    results, bundle = small_triage(tmp_path / "run", detectors | trained, repeats=2, adversarial=[])
+    for name, (kind, model) in models.items():
+        for repeat in range(2):
+            alone = kind(features, model=model, training={**training, "seed": repeat}).fit(fit)
+            scores = column(bundle, "score", detector=name, repeat=repeat, set="inliers").float()
+            torch.testing.assert_close(scores, alone.scores(x, 25), rtol=1e-5, atol=1e-5)
+        assert row_of(results, name, "mistakes")["auroc_std"] > 0
+    assert row_of(results, "trained", "mistakes")["auroc_std"] == 0
+    known = column(bundle, "score", detector="trained", repeat=0, set="inliers")
+    assert torch.equal(known, column(bundle, "score", detector="vae", repeat=0, set="inliers"))
 
 
 def test_the_network_runs_once_per_image_for_all_detectors_and_repeats(tmp_path: Path, no_report: None) -> None:

@@ -91,7 +91,7 @@ def job_of_plan(plan: Plan, folder: Path, device: torch.device, *, trust: bool =
 
     return Job(
         plan=plan_text(plan),
-        detectors={part.title: build_detector(part, encoder, features) for part in plan.detectors},
+        detectors={part.title: build_detector(part, encoder, features, folder) for part in plan.detectors},
         encoder=encoder,
         features=features,
         inliers=images(plan.data.inliers),
@@ -107,18 +107,24 @@ def job_of_plan(plan: Plan, folder: Path, device: torch.device, *, trust: bool =
     )
 
 
-def build_detector(plan: DetectorPlan, encoder: Encoder, features: Encoder | None) -> Detector:
-    """The detector of a plan; one that reads features gets the model's layer unless it names its own."""
+def build_detector(plan: DetectorPlan, encoder: Encoder, features: Encoder | None, folder: Path) -> Detector:
+    """The detector of a plan; one that reads features gets the model's layer unless it names its own.
+
+    A bundle that it names is relative to `folder`.
+    """
     if plan.members is not None:
-        return ScoreEnsemble([build_detector(member, encoder, features) for member in plan.members])
+        return ScoreEnsemble([build_detector(member, encoder, features, folder) for member in plan.members])
     kind = DETECTORS[plan.name]
     base = encoder
     if kind.card.reads in ("features", "maps") and not plan.options.get("layers"):
         if features is None:
             raise ValueError(f"{plan.title} reads features: give model.layer, or layers beside the detector's name")
         base = features
+    options = dict(plan.options)
+    if isinstance(options.get("bundle"), str):
+        options["bundle"] = str(at_home(folder, options["bundle"]))
     try:
-        return build({"name": plan.name, "options": plan.options}, base)
+        return build({"name": plan.name, "options": options}, base)
     except TypeError as error:
         raise ValueError(f"the options {plan.options} do not suit {plan.name}: {error}") from error
 

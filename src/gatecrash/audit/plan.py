@@ -139,7 +139,8 @@ class DetectorPlan(BaseModel):
             raise ValueError(
                 "deep_ensemble needs several networks, and a plan has one; audit it with gate.audit in Python"
             )
-        allowed = list(inspect.signature(DETECTORS[self.name].__init__).parameters)[2:]
+        takes = list(inspect.signature(DETECTORS[self.name].__init__).parameters.values())[2:]
+        allowed = [parameter.name for parameter in takes if parameter.kind is not parameter.VAR_KEYWORD]
         for key in self.options:
             if key not in allowed:
                 raise ValueError(unknown(f"option of {self.name}", key, [*allowed, "label"]))
@@ -150,7 +151,8 @@ class DetectorPlan(BaseModel):
     @property
     def learns(self) -> bool:
         """Whether it, or a member of it, must be fitted."""
-        return DETECTORS[self.name].card.fit != "nothing" or any(member.learns for member in self.members or [])
+        own = DETECTORS[self.name].card.fit != "nothing" and "bundle" not in self.options
+        return own or any(member.learns for member in self.members or [])
 
     @property
     def options(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from gatecrash.audit.job import Job
 from gatecrash.audit.plan import AttackPlan
 from gatecrash.audit.run import INLIERS, Measured, Outcome, attack_key
 from gatecrash.bundle import Row, Side
+from gatecrash.detectors import Certified
 from gatecrash.metrics import auroc, fpr_at_threshold, summary, threshold_at_tpr
 
 
@@ -52,6 +53,8 @@ def attacked_rows(job: Job, measured: Measured, title: str, outliers: str) -> It
                 row["clean_auroc"] = auroc(clean_in, clean_out)
                 if found_out is not None and side != "in":
                     add_collision_facts(row, found_out)
+                if side == "out":
+                    add_certificate(row, job, attack.ball.norm, eps, clean_in)
                 yield row
 
 
@@ -99,6 +102,15 @@ def add_collision_facts(row: Row, outcome: Outcome) -> None:
         row["mape_p90"] = float(outcome.mape.quantile(0.9))
     if outcome.target_distance is not None:
         row["target_distance_median"] = float(outcome.target_distance.quantile(0.5))
+
+
+def add_certificate(row: Row, job: Job, norm: str, eps: float, clean_in: Tensor) -> None:
+    """What no attack on the outliers comes below, where the detector has a proof of that."""
+    detector = job.detectors[row["detector"]]
+    if isinstance(detector, Certified):
+        images = job.outliers[row["outliers"]].x
+        least = detector.score_bound(images.to(job.device), eps, "linf" if norm == "linf" else "l2")
+        row["certified_auroc"] = auroc(clean_in, least.to(clean_in))
 
 
 def sample_rows(job: Job, measured: Measured) -> Iterator[dict[str, Any]]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from gatecrash.registry import Registry
@@ -47,6 +48,16 @@ class Density(nn.Module, ABC):
     def dimensions(self) -> int:
         """How many numbers a sample has."""
         return math.prod(self.shape)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move and convert as any module does, but never to half precision: what was learnt would be rounded away."""
+
+        def whole(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return tensor.to(moved.device) if moved.dtype in (torch.float16, torch.bfloat16) else moved
+
+        super()._apply(whole, recurse)  # type: ignore[no-untyped-call]
+        return self
 
     @abstractmethod
     def forward(self, x: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -78,8 +78,8 @@ class Learned(Detector):
         if bundle is not None:
             if model:
                 raise ValueError("a bundle knows its density's options; give bundle or model, not both")
-            self._take(load_density(bundle))
-            self.losses = torch.zeros(0)
+            self._take(load_density(bundle).to(self.device))
+            self.losses = torch.zeros(0, device=self.device)
         elif shape is not None:
             self._take(self._made(shape))
 
@@ -93,9 +93,18 @@ class Learned(Detector):
 
     def _take(self, density: Density) -> None:
         if density.name != self.density_name:
-            raise ValueError(f"{type(self).__name__} needs a {self.density_name}, and this is a {density.name}")
+            raise ValueError(
+                f"{type(self).__name__} needs the density {self.density_name!r}, and this is {density.name!r}"
+            )
         self.density = density.eval().requires_grad_(False)
         self.options |= {"model": density.options, "shape": list(density.shape)}
+
+    @classmethod
+    def rebuild(cls, spec: dict[str, Any], encoder: nn.Module | Sequence[nn.Module]) -> Detector:
+        """As for any detector, but layers beside one of pixels are refused: nothing would tap them."""
+        if cls.card.reads == "pixels" and "layers" in spec["options"]:
+            raise ValueError(f"{cls.__name__} reads pixels and taps no layers")
+        return super().rebuild(spec, encoder)
 
     @property
     def trained(self) -> Density:
@@ -103,6 +112,13 @@ class Learned(Detector):
         self.require_fitted()
         assert self.density is not None
         return self.density
+
+    def train(self, mode: bool = True) -> Self:
+        """As for any module, but the density stays in eval mode: a score is the same in both."""
+        super().train(mode)
+        if self.density is not None:
+            self.density.eval()
+        return self
 
     def to_fit(self) -> list[Detector]:
         """Itself, where no bundle gave it a density."""
@@ -124,13 +140,14 @@ class Learned(Detector):
         return x if self.card.reads == "pixels" else super().encode(x)
 
     def samples(self, z: Latent) -> Tensor:
-        """What the density is a density of: images (B, C, H, W) or features (B, D)."""
-        return leaves(z)[0] if self.card.reads == "pixels" else together(leaves(z))
+        """What the density is a density of, in its precision: images (B, C, H, W) or features (B, D)."""
+        samples = leaves(z)[0] if self.card.reads == "pixels" else together(leaves(z))
+        return samples if self.density is None else samples.to(next(self.density.parameters()).dtype)
 
     def fit_latents(self, z: Latent, y: Tensor | None) -> None:
         """Train the density."""
         samples = self.samples(z)
-        density = self._made(samples.shape[1:]).to(samples.device)
+        density = self._made(samples.shape[1:]).to(samples)
         self.history = self.learn(density, samples, y)
         self._take(density)
         self.losses = samples.new_tensor([row["loss"] for row in self.history])

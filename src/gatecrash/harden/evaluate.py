@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Literal, TypedDict
 
 import torch
@@ -44,13 +45,16 @@ def evaluated(
     test: ImageSet,
     outliers: Mapping[str, ImageSet],
     seed: int,
+    *,
+    exposed: ImageSet | None,
+    folder: Path,
 ) -> list[HardenRow]:
-    """The lines of one model.
+    """The lines of one model; detectors that need outliers learn from those that training was exposed to.
 
     The attack is Chen et al.'s Algorithm 1 on both sides: inliers are led to a uniform softmax, outliers to a sure one.
     """
-    detectors = {part.title: build_detector(part, encoder, features) for part in plan.detectors}
-    fit_all(list(detectors.values()), labelled(train))
+    detectors = {part.title: build_detector(part, encoder, features, folder) for part in plan.detectors}
+    fit_all(list(detectors.values()), labelled(train), outliers=None if exposed is None else exposed.x)
     clean = accuracy(encoder, test, plan.batch_size)
     attacked = pgd_accuracy(encoder, test, plan, seed)
     led_out = softmax_attacked(encoder, test.x, plan, "in", seed)

@@ -132,7 +132,16 @@ def rows_of(job: HardenJob, method: MethodPlan, folder: Path, fabric: Fabric) ->
         return rows
     plan, features = job.plan, None if job.about.layer is None else encoder.at(job.about.layer)
     rows = evaluated(
-        method.title, encoder, features, plan.evaluation, job.train, job.test, job.test_outliers, plan.seed
+        method.title,
+        encoder,
+        features,
+        plan.evaluation,
+        job.train,
+        job.test,
+        job.test_outliers,
+        plan.seed,
+        exposed=job.outliers,
+        folder=job.folder,
     )
     if fabric.is_global_zero:
         write_text(kept, json.dumps(rows, indent=1, allow_nan=False) + "\n")

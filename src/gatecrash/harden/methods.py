@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor
 
+from gatecrash.detectors.certified import CCU
+from gatecrash.detectors.certified import FILE as MIXTURES
 from gatecrash.encoder import Encoder
 from gatecrash.fitting import Step
 from gatecrash.registry import Registry
-from gatecrash.training.confident import ConfidentClassifier
+from gatecrash.training.ccu import CertifiedUncertainty
+from gatecrash.training.confident import ConfidentClassifier, save_generator
 from gatecrash.training.exposure import PIXEL, Exposure, Inner
+from gatecrash.training.jem import JointEnergy
 from gatecrash.training.temporal import TemporalEnsembling, few_labels
 
 
@@ -23,9 +28,11 @@ class Subject:
 
     encoder: Encoder
     """The network, with its normalisation."""
+    images: Tensor
+    """(N, C, H, W), to learn from."""
     labels: Tensor
+    outliers: Tensor | None
     classes: int
-    channels: int
     seed: int
 
 
@@ -40,6 +47,8 @@ class Method:
     needs: tuple[str, ...] = ()
     exposes: bool = False
     """Whether it needs outliers."""
+    leave: Callable[[Any, Path], None] | None = None
+    """Write what a step has trained beside the network into the model bundle."""
 
 
 METHODS: Registry[Method] = Registry("method")
@@ -67,7 +76,31 @@ def temporal(subject: Subject, options: dict[str, Any]) -> Step:
 def confident(subject: Subject, options: dict[str, Any]) -> Step:
     """The confident classifier beside its GAN."""
     weight = options.get("weight", 1.0)
-    return ConfidentClassifier(subject.encoder, subject.channels, weight=weight, seed=subject.seed)
+    return ConfidentClassifier(subject.encoder, subject.images.shape[1], weight=weight, seed=subject.seed)
+
+
+def joint_energy(subject: Subject, options: dict[str, Any]) -> Step:
+    """A joint energy-based model."""
+    return JointEnergy(subject.encoder, **options)
+
+
+def certified(subject: Subject, options: dict[str, Any]) -> Step:
+    """Certified certain uncertainty."""
+    if subject.outliers is None:
+        raise ValueError("ccu must be exposed to outliers")
+    given = {key: options[key] for key in ("components",) if key in options}
+    detector = CCU(subject.encoder, seed=subject.seed, **given)
+    return CertifiedUncertainty(detector, subject.images, subject.outliers, weight=options.get("weight", 1.0))
+
+
+def leave_mixtures(step: CertifiedUncertainty, folder: Path) -> None:
+    """The detector, which `CCU(encoder, bundle=folder)` takes."""
+    step.trained.save(folder / MIXTURES)
+
+
+def leave_generator(step: ConfidentClassifier, folder: Path) -> None:
+    """The GAN's generator, which `load_generator(folder)` reads."""
+    save_generator(step.generator, folder)
 
 
 INNER = ("eps", "step", "steps")
@@ -123,6 +156,28 @@ METHODS.register("temporal_ensembling")(
 )
 METHODS.register("confident")(
     Method(
-        confident, "Lee et al., ICLR 2018", "cross-entropy, and a GAN's images to uniform; 32×32 images", ("weight",)
+        confident,
+        "Lee et al., ICLR 2018",
+        "cross-entropy, and a GAN's images to uniform; 32×32 images",
+        ("weight",),
+        leave=leave_generator,
+    )
+)
+METHODS.register("jem")(
+    Method(
+        joint_energy,
+        "Grathwohl et al., ICLR 2020",
+        "cross-entropy, and images likelier than the network's own samples",
+        ("steps", "buffer"),
+    )
+)
+METHODS.register("ccu")(
+    Method(
+        certified,
+        "Meinke & Hein, ICLR 2020",
+        "a classifier and two mixtures of pixels, unsure where inliers are unlikely",
+        ("weight", "components"),
+        exposes=True,
+        leave=leave_mixtures,
     )
 )

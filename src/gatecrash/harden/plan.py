@@ -50,11 +50,16 @@ class MethodPlan(Part):
     """The inner attacker's radius, L∞."""
     step: Radius | None = None
     steps: PositiveInt | None = None
+    """Of the inner attacker; of the Langevin dynamics of a joint energy-based model."""
     weight: NotNegative | None = None
     """λ of the outliers, w_max of temporal ensembling, β of the confident classifier."""
     labels_per_class: PositiveInt | None = None
     """For temporal ensembling: how many labels are known."""
     ramp: PositiveInt | None = None
+    buffer: PositiveInt | None = None
+    """For a joint energy-based model: how many of its samples are kept."""
+    components: PositiveInt | None = None
+    """For certified certain uncertainty: Gaussians in each mixture."""
 
     @model_validator(mode="before")
     @classmethod

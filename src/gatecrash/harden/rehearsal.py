@@ -30,7 +30,18 @@ def rehearse(job: HardenJob) -> None:
         rehearse_method(job, method)
     features = None if job.about.layer is None else encoder.at(job.about.layer)
     outliers = {name: first(images, FEW) for name, images in job.test_outliers.items()}
-    evaluated("", encoder, features, job.plan.evaluation, job.train, first(job.test, FEW), outliers, job.plan.seed)
+    evaluated(
+        "",
+        encoder,
+        features,
+        job.plan.evaluation,
+        job.train,
+        first(job.test, FEW),
+        outliers,
+        job.plan.seed,
+        exposed=job.outliers,
+        folder=job.folder,
+    )
 
 
 def check_network(encoder: Encoder, job: HardenJob) -> None:

@@ -134,6 +134,9 @@ def train_method(job: HardenJob, method: MethodPlan, out: Path, fabric: Fabric) 
         step, material = made_step(job, method, encoder), material_of(job, method)
         history = fit(Prepared(encoder), step, material, recipe_of(job), folder=out, resume=True, fabric=fabric)
         if fabric.is_global_zero:
+            leave = METHODS[method.name].leave
+            if leave is not None:
+                leave(step, out)
             write_model(job, method, encoder.model, history, out)
         fabric.barrier()
     if fabric.is_global_zero:
@@ -147,7 +150,8 @@ def made_step(job: HardenJob, method: MethodPlan, encoder: Encoder) -> Step:
     labels = job.train.y if job.train.y is not None else torch.empty(0)
     with torch.no_grad():
         classes = single(encoder(job.train.x[:1].to(job.device))).shape[1]
-    subject = Subject(encoder, labels, classes, job.train.x.shape[1], job.plan.seed)
+    outliers = None if job.outliers is None else job.outliers.x
+    subject = Subject(encoder, job.train.x, labels, outliers, classes, job.plan.seed)
     return METHODS[method.name].make(subject, method.options)
 
 

@@ -53,6 +53,10 @@ def _cell(row: Row | None) -> Cell:
         return Cell(ABSENT, None, "not tried")
     if not known([row["auroc"]]):
         return Cell(ABSENT, None, "no AUROC")
+    proven = f" ≥ {decimal(row['certified_auroc'])}" if "certified_auroc" in row else ""
     ends = [decimal(end, 3) for end in row["auroc_ci"] or []]
     interval = f", 95 % interval {' to '.join(ends)}" if ends else ""
-    return Cell(decimal(row["auroc"]), band_of(row["auroc"]), f"AUROC {decimal(row['auroc'], 4)}{interval}")
+    hint = f"AUROC {decimal(row['auroc'], 4)}{interval}"
+    if proven:
+        hint += f"; proven: no attack on the outliers comes below {decimal(row['certified_auroc'], 4)}"
+    return Cell(decimal(row["auroc"]) + proven, band_of(row["auroc"]), hint)

@@ -4,20 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits as bce
 from torch.nn.functional import cross_entropy
 
-from gatecrash.encoder import Encoder
+from gatecrash.encoder import Encoder, evaluating
 from gatecrash.fitting import Batch, Outcome, seeded, several
 from gatecrash.fitting.checkpoint import optimiser_tensors, restore_optimiser
+from gatecrash.networks import load_weights, save_weights
+from gatecrash.networks.registry import at_least_one
 from gatecrash.objective import single
 from gatecrash.training.losses import divergence_from_uniform
 
 NOISE = 100
 """Dimensions of the noise that an image is made from."""
+
+FILE = "generator.safetensors"
+"""Where a model bundle has the generator that was trained beside its network."""
+
+LAST = "9.weight"
+"""The generator's last convolution, whose shape tells width and channels."""
 
 
 class Generator(nn.Sequential):
@@ -150,6 +160,45 @@ class ConfidentClassifier:
         for name, part in (("generator", self.generator), ("discriminator", self.discriminator)):
             part.to(self.encoder.device).load_state_dict(under(state, f"{name}."))
             restore_optimiser(self.adams[name], under(state, f"{name} adam."))
+
+
+def gan_samples(
+    made_by: ConfidentClassifier | Generator, count: int, *, seed: int = 0, batch_size: int = 256
+) -> Tensor:
+    """Images (count, C, 32, 32) in [0, 1] that a trained generator makes, where it is; the seed determines them.
+
+    Its batch norms go by what they learnt, so that an image does not depend on those beside it.
+    """
+    at_least_one(count=count, batch_size=batch_size)
+    generator = made_by.generator if isinstance(made_by, ConfidentClassifier) else made_by
+    weight = next(generator.parameters())
+    noise = torch.randn(count, NOISE, 1, 1, generator=torch.Generator().manual_seed(seed)).to(weight)
+    with torch.no_grad(), evaluating(generator):
+        return torch.cat([generator(part) for part in noise.split(batch_size)])
+
+
+def save_generator(generator: Generator, folder: str | Path) -> None:
+    """Write a generator's weights beside a network's."""
+    save_weights(generator, Path(folder) / FILE)
+
+
+def load_generator(folder: str | Path) -> Generator:
+    """The generator in a model bundle of the method `confident`, in eval mode.
+
+    Raises:
+        ValueError: the file is missing, damaged, or no generator's.
+    """
+    path = Path(folder) / FILE
+    if not path.is_file():
+        raise ValueError(f"{folder} has no {FILE}; a bundle of the method `confident` does")
+    try:
+        with safe_open(path, framework="pt") as file:
+            width, channels = file.get_slice(LAST).get_shape()[:2]
+    except SafetensorError as error:
+        raise ValueError(f"{path} holds no generator, or is damaged: {error}") from error
+    with torch.device("meta"):
+        empty = Generator(channels, width)
+    return load_weights(empty.to_empty(device="cpu"), path).eval()
 
 
 def noise_like(batch: Batch) -> Tensor:

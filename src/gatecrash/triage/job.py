@@ -70,8 +70,9 @@ class TriageJob:
         return {f"{type(model).__name__} {number}": hash_of(model) for number, model in enumerate(models.values())}
 
     def repeats_of(self, title: str) -> range:
-        """The repeats in which a detector is another one: all where it has a seed, else the first."""
-        return range(self.repeats if has_seed(self.detectors[title].spec) else 1)
+        """The repeats in which a detector is another one: all where it has a seed and learns, else the first."""
+        detector = self.detectors[title]
+        return range(self.repeats if has_seed(detector.spec) and detector.to_fit() else 1)
 
     def repeat(self, number: int) -> dict[str, Detector]:
         """The detectors that are new in a repeat, each with a seed of its own; in the first all of them."""
@@ -83,8 +84,10 @@ class TriageJob:
 
 
 def has_seed(spec: dict[str, Any]) -> bool:
-    """Whether a detector, or a member of it, draws random numbers."""
-    return isinstance(spec["options"].get("seed"), int) or any(map(has_seed, spec.get("members", [])))
+    """Whether a detector, or a member of it, draws random numbers: EM's, or those of training."""
+    options = spec["options"]
+    own = isinstance(options.get("seed"), int) or isinstance(options.get("training"), dict)
+    return own or any(map(has_seed, spec.get("members", [])))
 
 
 def reseeded(detector: Detector, number: int) -> Detector:
@@ -95,8 +98,11 @@ def reseeded(detector: Detector, number: int) -> Detector:
 def raised(spec: dict[str, Any], number: int) -> dict[str, Any]:
     """A detector's spec with its seed, and its members', raised by a number."""
     spec = copy.deepcopy(spec)
-    if isinstance(spec["options"].get("seed"), int):
-        spec["options"]["seed"] += number
+    options = spec["options"]
+    if isinstance(options.get("seed"), int):
+        options["seed"] += number
+    if isinstance(options.get("training"), dict):
+        options["training"]["seed"] = options["training"].get("seed", 0) + number
     if "members" in spec:
         spec["members"] = [raised(member, number) for member in spec["members"]]
     return spec
@@ -121,7 +127,7 @@ def job_of_triage(plan: TriagePlan, folder: Path, device: torch.device, *, trust
     data = plan.data
     return TriageJob(
         plan=plan_text(plan),
-        detectors={part.title: build_detector(part, encoder, features) for part in plan.detectors},
+        detectors={part.title: build_detector(part, encoder, features, folder) for part in plan.detectors},
         encoder=encoder,
         features=features,
         inliers=load_images(data.inliers, folder, channels=about.channels, size=about.size, seed=plan.seed),

@@ -1,0 +1,62 @@
+"""Plans with detectors that model the data: trained by the audit, or taken from a bundle beside the plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gatecrash.audit import audit_plan
+from gatecrash.audit.plan import read_plan
+from gatecrash.bundle import Bundle
+from gatecrash.data import load_source
+from gatecrash.densities import Autoencoder, Glow, save_density, train_density
+from gatecrash.fitting import Recipe
+
+PLAN: dict[str, Any] = {
+    "model": {"name": "builtin:small_cnn", "weights": "default", "channels": 1, "size": 28, "resize": 56},
+    "data": {"inliers": {"source": "fashion:test", "limit": 6}, "outliers": {"noise": {"source": "noise", "limit": 6}}},
+    "attacks": [{"name": "admit", "ball": {"norm": "linf", "eps": 0.03}, "steps": 2}],
+}
+
+
+def written(folder: Path, *detectors: dict[str, Any]) -> Path:
+    path = folder / "plan.yaml"
+    path.write_text(yaml.safe_dump(PLAN | {"detectors": list(detectors)}))
+    return path
+
+
+def test_a_bundle_of_another_density_is_refused(tmp_path: Path) -> None:
+    save_density(Autoencoder([1, 28, 28], width=4, latent=3), tmp_path / "kept")
+    path = written(tmp_path, {"name": "glow", "bundle": "kept"})
+    with pytest.raises(ValueError, match="needs the density 'glow', and this is 'autoencoder'"):
+        audit_plan(path, out=tmp_path / "out")
+
+
+def test_a_missing_bundle_is_named(tmp_path: Path) -> None:
+    path = written(tmp_path, {"name": "glow", "bundle": "nowhere"})
+    with pytest.raises(ValueError, match="nowhere is no bundle of a density") as error:
+        audit_plan(path, out=tmp_path / "out")
+    assert str(tmp_path) in str(error.value)
+
+
+def test_a_bundle_beside_the_plan_is_audited_without_images_to_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    glow = Glow([1, 28, 28], steps=1, hidden=4, levels=1)
+    train_density(glow, load_source("fashion:train", limit=20).x, Recipe(epochs=1, lr=0.001))
+    save_density(glow, tmp_path / "kept")
+    audit_plan(written(tmp_path, {"name": "glow", "bundle": "kept"}), out=tmp_path / "out")
+    rows = Bundle(tmp_path / "out").results()["rows"]
+    assert [row["detector"] for row in rows] == ["glow", "glow"]
+    assert rows[1]["auroc"] <= rows[0]["auroc"]
+
+
+def test_options_that_do_not_exist_are_named_with_those_that_do(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="did you mean 'training'") as error:
+        read_plan(written(tmp_path, {"name": "glow", "trainin": {"epochs": 1}}))
+    assert "options," not in str(error.value)
