@@ -59,7 +59,7 @@ def plan_of(options: argparse.Namespace, methods: list[str], seed: int) -> Harde
     name = options.set
     model: dict[str, Any] = {
         "name": f"builtin:{options.network}",
-        "options": {"num_classes": CLASSES[name], **({"depth": options.depth} if options.depth else {})},
+        "options": {"num_classes": CLASSES[name], **special(options)},
         "channels": 3,
         "size": 32,
         **NORMAL[name],
@@ -92,6 +92,12 @@ def plan_of(options: argparse.Namespace, methods: list[str], seed: int) -> Harde
             "seed": seed,
         }
     )
+
+
+def special(options: argparse.Namespace) -> dict[str, Any]:
+    """What the network is made with, besides its classes."""
+    depth = {"depth": options.depth} if options.depth else {}
+    return depth | ({"tanh": True} if options.tanh else {})
 
 
 def train(options: argparse.Namespace) -> None:
@@ -311,6 +317,7 @@ def main() -> None:
     parser.add_argument("--set", default="cifar10", choices=list(CLASSES))
     parser.add_argument("--network", default="densenet_bc")
     parser.add_argument("--depth", type=int, default=None)
+    parser.add_argument("--tanh", action="store_true", help="features of a DenseNet-BC that end in a tanh")
     parser.add_argument("--methods", default="ce,oe,adv,aoe,aloe", help="a method, or METHOD-SEED")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--batch", type=int, default=256)

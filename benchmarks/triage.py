@@ -1,6 +1,8 @@
 """Mistakes, adversarial images and outliers of a CIFAR-10 network: the quality numbers of docs/results/detectors.md.
 
     python benchmarks/triage.py DATA OUT [--repeats 5] [--fit 50000] [--test 10000] [--outliers 2000]
+    python benchmarks/triage.py DATA OUT --bundle DIR          another DenseNet-BC, as a model bundle
+    python benchmarks/triage.py DATA OUT --steps 1e-3 1e-4     purification with steps other than the paper's
 
 DATA holds cifar10_train.npz, cifar10_test.npz, gtsrb_test.npz, tiny.npz (32×32) and fashion.npz (x uint8, y), and
 densenet_bc.safetensors. The first fifth of the test images is the validation set: temperature and thresholds come from
@@ -16,9 +18,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import gatecrash as gate
+from gatecrash.audit.models import bundled, load_model
 from gatecrash.data import load_source
 from gatecrash.images import resized, to_channels
 from gatecrash.networks import DenseNetBC, load_weights
@@ -35,6 +38,13 @@ def read(path: Path, count: int) -> tuple[Tensor, Tensor]:
     return resized(to_channels(x.contiguous(), 3), 32).clamp(0, 1), torch.from_numpy(content["y"][:count]).long()
 
 
+def network_of(options: argparse.Namespace) -> nn.Module:
+    """The shared network, or that of a model bundle with the same normalisation."""
+    if options.bundle is not None:
+        return load_model(bundled(options.bundle), options.bundle)
+    return load_weights(DenseNetBC(), options.data / "densenet_bc.safetensors")
+
+
 def main() -> None:
     """Run the triage and print its tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -44,10 +54,12 @@ def main() -> None:
     parser.add_argument("--fit", type=int, default=50000)
     parser.add_argument("--test", type=int, default=10000)
     parser.add_argument("--outliers", type=int, default=2000)
+    parser.add_argument("--bundle", type=Path, default=None)
+    parser.add_argument("--steps", type=float, nargs="*", default=None)
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     began = time.monotonic()
-    network = load_weights(DenseNetBC(), options.data / "densenet_bc.safetensors").to(device).eval()
+    network = network_of(options).to(device).eval()
     features, logits = gate.Encoder(network, "avgpool", **CIFAR), gate.Encoder(network, **CIFAR)
     kinds = gate.detectors
     detectors = {
@@ -72,7 +84,7 @@ def main() -> None:
             fit=read(options.data / "cifar10_train.npz", options.fit),
             outliers={"Gaussian noise": noise, **outliers},
             adversarial=[{"name": "fgsm", "eps": LEVELS}, {"name": "bim", "eps": LEVELS, "steps": 10}],
-            purify={"detectors": ["GMM-1000"]},
+            purify={"detectors": ["GMM-1000"], **({"step": options.steps} if options.steps else {})},
             repeats=options.repeats,
             batch_size=1000,
             out=options.out,

@@ -128,3 +128,22 @@ def test_a_list_of_eps_is_a_ladder() -> None:
     assert Linf(0.1) != L2(0.1)
     assert len({Linf(0.1), Linf(0.1), Linf(0.1, box=None)}) == 2
     assert repr(L2(2.0, box=None)) == "L2(2, box=None)"
+
+
+@pytest.mark.parametrize("ball", [L2(0.4), L2(0.4, box=None), Linf(0.1), Linf(0.1, box=None)], ids=str)
+def test_a_sample_is_projected_the_same_whoever_else_is_there(ball: Ball) -> None:
+    centre = torch.rand(5, 1, 4, 4, generator=torch.Generator().manual_seed(0))
+    if ball.box is None:
+        centre = centre * torch.tensor([1.0, 10, 100, 1000, 10_000]).view(-1, 1, 1, 1)
+    x = centre + torch.randn(5, 1, 4, 4, generator=torch.Generator().manual_seed(1))
+    together = ball.project(x, centre)
+    alone = torch.cat([ball.project(x[i : i + 1], centre[i : i + 1]) for i in range(5)])
+    assert torch.equal(together, alone)
+
+
+def test_what_is_not_a_number_is_nowhere() -> None:
+    x = torch.full((2, 1, 2, 2), 0.5)
+    broken = x.clone()
+    broken[1, 0, 0, 0] = torch.nan
+    for ball in (L2(1.0), Linf(1.0)):
+        assert ball.contains(broken, x).tolist() == [True, False]

@@ -70,14 +70,13 @@ class Ball(ABC):
 
     def contains(self, x: Tensor, centre: Tensor, slack: float = 1e-6) -> Tensor:
         """Whether every sample lies in ball and box, (B,), measured in float64 where the device has it."""
-        if x.device.type != "mps":
-            x, centre = x.double(), centre.double()
+        exact = torch.float32 if x.device.type == "mps" else torch.float64
         if self.box is None:  # latents have any size, and rounding goes with it
             slack *= max(1.0, float(centre.abs().max()), self.eps)
-        inside = self.distance(x, centre) <= self.eps + slack
+        inside = self.distance(x.to(exact), centre.to(exact)) <= self.eps + slack
         if self.box is not None:
-            flat = x.flatten(1)
-            inside &= (flat >= self.box[0] - slack).all(dim=1) & (flat <= self.box[1] + slack).all(dim=1)
+            low, high = (bound.to(exact) for bound in (x.flatten(1).amin(dim=1), x.flatten(1).amax(dim=1)))
+            inside &= (low >= self.box[0] - slack) & (high <= self.box[1] + slack)
         return inside
 
     def __eq__(self, other: object) -> bool:
@@ -104,7 +103,7 @@ class Linf(Ball):
 
     def project(self, x: Tensor, centre: Tensor) -> Tensor:
         """The nearest points of ball and box, by clamping twice."""
-        return self.clamp(torch.minimum(torch.maximum(x, centre - self.eps), centre + self.eps))
+        return self.clamp(x.clamp(centre - self.eps, centre + self.eps))
 
     def direction(self, gradient: Tensor) -> Tensor:
         """The sign of the gradient."""
@@ -150,9 +149,14 @@ class L2(Ball):
 
     def _rounding(self, centre: Tensor) -> float | Tensor:
         """How far the sum centre + d may lie outside when every coordinate is rounded outwards; at most half of eps."""
-        largest = centre.abs().amax() + self.eps if self.box is None else max(abs(bound) for bound in self.box)
+        largest: float | Tensor
+        if self.box is None:  # of every sample's own, (B, 1), so that no sample's numbers depend on another
+            largest = centre.flatten(1).abs().amax(dim=1, keepdim=True) + self.eps
+        else:
+            largest = max(abs(bound) for bound in self.box)
         error = torch.finfo(centre.dtype).eps / 2 * math.sqrt(centre[0].numel()) * largest + 1e-7 * self.eps
-        return torch.as_tensor(error).clamp(max=self.eps / 2).to(centre)
+        # A number stays on the CPU: moving it to the device would make the host wait.
+        return torch.as_tensor(error).clamp(max=self.eps / 2).to(centre.dtype)
 
 
 def distance(x: Tensor, other: Tensor, norm: str) -> Tensor:

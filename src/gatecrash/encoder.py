@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from gatecrash import prepared
 from gatecrash.images import check_form, resized
 from gatecrash.protocols import Latent
+from gatecrash.taps import evaluating as evaluating
+from gatecrash.taps import first_tensor as first_tensor
+from gatecrash.taps import recording as recording
 
 Pool = Literal["mean", "flatten"] | None
 
@@ -33,7 +37,7 @@ class Encoder(nn.Module):
     """A network as z = f(x) for images x in [0, 1], differentiable.
 
     It never changes the network it wraps: the network runs in eval mode, and its mode, parameters, gradients and
-    buffers are the same after a call as before.
+    buffers are the same after a call as before. In a block of `speed.at_pace` a faster copy may run in its place.
 
     Args:
         model: any `nn.Module` that takes a batch of images.
@@ -108,10 +112,17 @@ class Encoder(nn.Module):
 
     def forward(self, x: Tensor) -> Latent:
         """The latent of a batch of images (B, C, H, W): one tensor, or a tuple with one per tapped layer."""
-        inputs = self._prepared(check_form(x))
+        names = tuple(dict.fromkeys(self.layers or (None,)))
+        inputs = self._inputs(check_form(x))
+        outputs = prepared.run(self.model, self._taps, names, inputs, partial(self._outputs, names))
+        return self.pick(dict(zip(names, outputs, strict=True)).__getitem__)
+
+    def _outputs(self, names: Sequence[str | None], inputs: Tensor) -> tuple[Tensor, ...]:
+        """The outputs of some layers, None for the network, as the network itself gives them."""
         with evaluating(self.model), recording(self._taps) as outputs:
             output = self._run(inputs)
-        return self.pick(lambda name: output if name is None else self._output_of(name, outputs))
+        own = type(self.model).__name__
+        return tuple(first_tensor(output, own) if name is None else self._output_of(name, outputs) for name in names)
 
     def pick(self, output_of: Callable[[str | None], Any]) -> Latent:
         """The latent from the outputs of the tapped layers, as `output_of` gives them by name, None for the network."""
@@ -122,7 +133,7 @@ class Encoder(nn.Module):
         z = upcast(first_tensor(output, name or type(self.model).__name__))
         return z if name is None else pooled(z, self.pool)
 
-    def _prepared(self, images: Tensor) -> Tensor:
+    def _inputs(self, images: Tensor) -> Tensor:
         x, device = images, self.device
         if device is not None and device != x.device:
             raise ValueError(f"the images are on {x.device}, the network on {device}; move one: x.to({str(device)!r})")
@@ -170,38 +181,6 @@ def as_encoder(network: nn.Module) -> Encoder:
     return network if isinstance(network, Encoder) else Encoder(network)
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode, every module's own mode put back afterwards."""
-    trained = [module for module in model.modules() if module.training]
-    for module in trained:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in trained:
-            module.training = True
-
-
-@contextmanager
-def recording(taps: Mapping[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
-    """The outputs of some modules during the block, cloned, since a later in-place ReLU would write into them."""
-    outputs: dict[str, Tensor] = {}
-
-    def hook_for(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            outputs[name] = first_tensor(output, name).clone()
-
-        return hook
-
-    handles = [module.register_forward_hook(hook_for(name)) for name, module in taps.items()]
-    try:
-        yield outputs
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def pooled(z: Tensor, pool: Pool) -> Tensor:
     """Maps (B, C, H, W) as their mean over places or flattened; tokens (B, T, D) likewise; vectors as they are."""
     if pool is None or z.ndim <= 2:
@@ -209,24 +188,6 @@ def pooled(z: Tensor, pool: Pool) -> Tensor:
     if pool == "flatten":
         return z.flatten(1)
     return z.mean(dim=1) if z.ndim == 3 else z.flatten(2).mean(dim=2)
-
-
-def first_tensor(output: Any, name: str) -> Tensor:
-    """The tensor of a module's output: itself, the first of a sequence, or a named field of an output object."""
-    if isinstance(output, Tensor):
-        return output
-    kind = type(output).__name__
-    if isinstance(output, Mapping):
-        for key in ("logits", "image_embeds", "pooler_output", "last_hidden_state"):
-            tensor = output.get(key)
-            if isinstance(tensor, Tensor):
-                return tensor
-        output = tuple(output.values())
-    if isinstance(output, Sequence):
-        for part in output:
-            if isinstance(part, Tensor):
-                return part
-    raise ValueError(f"{name} gives {kind}, in which no tensor was found")
 
 
 def upcast(z: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ class Found:
     evaluations: Tensor
     """(B,), how often the objective was evaluated."""
     trajectory: Trajectory | None = None
-    """With `record=True`: value and both distances, of the restart that won."""
+    """With `record=True`: value and both distances, of the restart that won; on the way of a mixed run, its pace's."""
     score: Tensor | None = None
     """(B,), the detector's score at x: attacks on a score only."""
     start_score: Tensor | None = None

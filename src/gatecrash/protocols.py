@@ -16,7 +16,10 @@ Latent: TypeAlias = Tensor | tuple["Latent", ...]
 """What a network makes of a batch of images: one tensor, or a tuple with one entry per tapped layer or member."""
 
 State: TypeAlias = dict[str, Tensor]
-"""What a stepper remembers; every tensor has one entry per sample still in play, so that a search can drop rows."""
+"""What a stepper remembers; every tensor has one entry per sample still in play, so that a search can drop rows.
+
+An entry whose name ends in "value" holds values of the objective, which a search shifts when it changes its pace.
+"""
 
 
 class Encoder(Protocol):

@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, TypedDict
+from typing import Literal, TypedDict, get_args
 
 import torch
 from torch import Tensor
 
-from gatecrash.ball import Ball, distance
+from gatecrash.ball import L2, Ball, distance
 from gatecrash.found import Found, Trajectory, joined
 from gatecrash.images import check_images
 from gatecrash.objective import name_of
 from gatecrash.progress import Bar, progress
 from gatecrash.protocols import Objective, State, Stepper, Walk
-from gatecrash.stepper import choose
+from gatecrash.speed import Pace, at_pace
+from gatecrash.stepper import choose, waits
+
+Precision = Literal["auto", "float32", "mixed"]
+
+LOOK_EVERY = 10
+"""Steps from one look at who is done to the next, where a look makes the host wait for the device."""
+
+FAR = 0.7
+"""The share of a mixed run, at its beginning, that is evaluated in half precision."""
+
+FINEST = 0.01
+"""The change of a pixel from which on half precision, which rounds it to 1/256 and worse, is of use."""
+
+MANY = 50
+"""The steps from which on "auto" takes mixed precision."""
 
 
 class SearchOptions(TypedDict, total=False):
@@ -30,6 +46,7 @@ class SearchOptions(TypedDict, total=False):
     random_start: bool
     first: Tensor | None
     batch_size: int | None
+    precision: Precision
 
 
 def search(
@@ -47,6 +64,7 @@ def search(
     random_start: bool = False,
     first: Tensor | None = None,
     batch_size: int | None = None,
+    precision: Precision = "float32",
 ) -> Found:
     """Move every sample inside its ball so that the objective becomes small.
 
@@ -65,14 +83,22 @@ def search(
         random_start: start the first run at a random point too.
         first: (B, ...), start the first run here instead, or where this projects to.
         batch_size: search this many samples at a time; None is all at once.
+        precision: "float32" evaluates the networks as they are. "mixed" evaluates most of a run in half precision and
+            the rest with networks prepared for speed; what it returns is evaluated as with "float32", and a sample
+            leaves at `stop` only after that. "auto" is "mixed" on CUDA for the best of 50 steps or more with gradients,
+            in half precision only where a pixel may change by more than that rounds.
 
     Raises:
         ValueError: the start is no batch of images, the objective is NaN at it or has no gradient, or an option is off.
     """
-    check_options(start, first, ball, steps, restarts, keep, stop, batch_size)
+    check_options(start, first, ball, steps, restarts, keep, stop, batch_size, precision)
     with torch.inference_mode(False):
         start = start.detach().clone() if start.is_inference() else start.detach()
-        settings = _Settings(objective, ball, stepper, steps, restarts, keep, record, random_start)
+        chosen = precision == "auto" and not record and pays_off(start.device, stepper, steps, keep)
+        mixed = chosen or precision == "mixed"
+        half = precision == "mixed" or (chosen and change_per_pixel(ball, start) >= FINEST)
+        every = LOOK_EVERY if mixed or waits(start) else 1
+        settings = _Settings(objective, ball, stepper, steps, restarts, keep, record, random_start, mixed, half, every)
         parts = start.split(batch_size or len(start))
         sources = generators_for(generator, start.device, len(parts))
         offset, found = 0, []
@@ -80,7 +106,7 @@ def search(
         with progress("searching", len(parts) * runs * (steps + 1)) as bar:
             for part, source in zip(parts, sources, strict=True):
                 rows = torch.arange(offset, offset + len(part), device=start.device)
-                limit = stop[rows] if isinstance(stop, Tensor) and stop.ndim == 1 else stop
+                limit = stop.to(rows.device)[rows] if isinstance(stop, Tensor) and stop.ndim == 1 else stop
                 origin = None if first is None else first[rows].detach()
                 found.append(_climb(settings, part, origin, rows, limit, source, bar))
                 offset += len(part)
@@ -99,6 +125,18 @@ class _Settings:
     keep: str
     record: bool
     random_start: bool
+    mixed: bool
+    half: bool
+    look_every: int
+
+    @property
+    def far(self) -> int:
+        """The steps of a run that are evaluated in half precision."""
+        return int(FAR * self.steps) if self.half else 0
+
+    def pace(self, step: int) -> Pace:
+        """The pace at which a step is evaluated."""
+        return "plain" if not self.mixed else "half" if step < self.far else "prepared"
 
 
 @dataclass
@@ -146,10 +184,11 @@ def _search(
 ) -> Found:
     """All runs inside one ball, the best of them per sample."""
     limit = None if stop is None else torch.as_tensor(stop, dtype=start.dtype, device=start.device).expand(len(rows))
-    best = _at_start(settings, start, rows) if settings.random_start or first is not None else None
+    elsewhere = settings.random_start or first is not None
+    best = _at_start(settings, start, rows) if elsewhere or settings.mixed else None
     start_value = None if best is None else best.value
     for number in range(settings.restarts + (warm is not None)):
-        left = _unfinished(best, limit)
+        left = _unfinished(best, limit) if elsewhere or number > 0 else None
         if left is not None and len(left) == 0:
             bar.advance(settings.steps + 1)
             continue
@@ -175,15 +214,68 @@ def _search(
 
 def _at_start(settings: _Settings, start: Tensor, rows: Tensor) -> _Run:
     """The run that goes nowhere."""
-    value, _ = _evaluate(settings, start, rows, with_gradient=False)
+    value, _ = _evaluate(settings, start, rows)
     check_start_value(settings.objective, value, rows)
     trajectory = _still(value, settings.steps) if settings.record else None
-    return _Run(start, value, value, torch.zeros_like(rows), torch.ones_like(rows), trajectory)
+    return _Run(start.clone(), value, value, torch.zeros_like(rows), torch.ones_like(rows), trajectory)
 
 
 def _unfinished(best: _Run | None, limit: Tensor | None) -> Tensor | None:
     """The samples that still want a run; None for all of them."""
     return None if best is None or limit is None else (best.value > limit).nonzero().flatten()
+
+
+@dataclass
+class _Play:
+    """The samples of a run that are still in play, and what each of them would return if the run ended here."""
+
+    at: slice | Tensor
+    """Their places in the batch."""
+    rows: Tensor
+    centre: Tensor
+    limit: Tensor | None
+    x: Tensor
+    value: Tensor
+    steps: Tensor
+    evaluations: Tensor
+    going: Tensor | None = None
+    """(B,), False for those that reached their stop and change no more; None where nobody is held: without a stop, and
+    in mixed precision, where it takes a plain evaluation to be done."""
+
+    @property
+    def count(self) -> Tensor | int:
+        """What a step or an evaluation adds for every sample."""
+        return 1 if self.going is None else self.going
+
+    def take(self, x: Tensor, value: Tensor, keep: str) -> None:
+        """Keep a point where it is better than the one before, or with "last" always."""
+        if keep == "last" and self.going is None:
+            self.x, self.value = x, value
+            return
+        taken = value < self.value if keep == "best" else torch.ones_like(value, dtype=torch.bool)
+        if self.going is not None:
+            taken = taken & self.going
+        self.x = choose(taken, x, self.x)
+        self.value = torch.where(taken, value, self.value)
+
+    def freeze(self) -> None:
+        """Let those that reached their stop change no more."""
+        if self.going is not None and self.limit is not None:
+            self.going = self.going & (self.value > self.limit)
+
+    def only(self, going: Tensor) -> _Play:
+        """The same with some of the samples."""
+        return _Play(
+            at=going if isinstance(self.at, slice) else self.at[going],
+            rows=self.rows[going],
+            centre=self.centre[going],
+            limit=None if self.limit is None else self.limit[going],
+            x=self.x[going],
+            value=self.value[going],
+            steps=self.steps[going],
+            evaluations=self.evaluations[going],
+            going=None if self.going is None else self.going[going],
+        )
 
 
 def _walk(
@@ -201,43 +293,34 @@ def _walk(
 
     Where `start_value` is None, `point` is the start, and the first evaluation finds it.
     """
-    at: slice | Tensor = slice(None) if left is None else left
-    x, centre = point[at], start[at]
-    held = _Run(
-        x=start.clone(),
-        value=start.new_full((len(start),), torch.inf) if start_value is None else start_value.clone(),
-        start_value=start_value,
-        steps=torch.zeros_like(rows),
-        evaluations=torch.zeros_like(rows),
-        trajectory=_still(start.new_zeros(len(start)) if start_value is None else start_value, settings.steps)
-        if settings.record
-        else None,
-    )
+    held, play = _begin(settings, start, start_value, rows, left, limit)
+    x = point[play.at]
     state: State = {}
+    drawn: dict[int, Tensor] = {}  # the generator's state before the numbers of every step since the last look
 
     def draw(kind: Callable[..., Tensor]) -> Tensor:
+        if limit is not None and settings.look_every > 1:
+            drawn.setdefault(step, generator.get_state())
         full = kind(start.shape, generator=generator, device=generator.device, dtype=start.dtype)
-        return full.to(start.device)[at]
+        return full.to(start.device)[play.at]
 
     def evaluate(points: Tensor) -> Tensor:
-        held.evaluations[at] += 1
-        return _evaluate(settings, points, rows[at], with_gradient=False)[0]
+        play.evaluations += play.count
+        return _evaluate(settings, points, play.rows, settings.pace(step))[0]
 
     for step in range(settings.steps + 1):
         last = step == settings.steps
-        value, gradient = _evaluate(settings, x, rows[at], with_gradient=settings.stepper.needs_gradient and not last)
+        if 0 < step == settings.far:
+            _restate(play, state, evaluate(play.x))
+        with_gradient = settings.stepper.needs_gradient and not last
+        value, gradient = _evaluate(settings, x, play.rows, settings.pace(step), with_gradient)
         if held.start_value is None:
             check_start_value(settings.objective, value, rows)
             held.start_value = value
-        held.evaluations[at] += 1
-        if settings.keep == "best":
-            replaced = value < held.value[at]
-            held.x[at] = choose(replaced, x, held.x[at])
-            held.value[at] = torch.where(replaced, value, held.value[at])
-        else:
-            held.x[at], held.value[at] = x, value
+        play.evaluations += play.count
+        play.take(x, value, settings.keep)
         if held.trajectory is not None:
-            _record(held.trajectory, step, at, held, start)
+            _record(held.trajectory, step, play)
         bar.advance()
         if last:
             break
@@ -245,7 +328,7 @@ def _walk(
             x=x,
             value=value,
             gradient=gradient,
-            centre=centre,
+            centre=play.centre,
             ball=settings.ball,
             step=step,
             steps=settings.steps,
@@ -255,30 +338,115 @@ def _walk(
         )
         if step == 0:
             state = settings.stepper.begin(walk)
-        if limit is not None:
-            going = (held.value[at] > limit[at]).nonzero().flatten()
+        play.freeze()
+        if play.limit is not None and step % settings.look_every == 0:
+            going = _going(settings, play, play.limit, held.start_value[play.at]).nonzero().flatten()
+            if len(going) < len(x):
+                _settle(held, play, step)
             if len(going) == 0:
+                _rewind(generator, drawn, int(play.steps.max()))
                 bar.advance(settings.steps - step)
-                break
+                return held
             if len(going) < len(x):
                 walk, state = _compacted(walk, state, going)
-                at, centre = (going if isinstance(at, slice) else at[going]), walk.centre
-        x = settings.ball.project(settings.stepper.move(walk, state), centre).detach()
-        held.steps[at] += 1
+                play = play.only(going)
+            drawn.clear()
+        x = settings.ball.project(settings.stepper.move(walk, state), play.centre).detach()
+        play.steps += play.count
+    if settings.mixed:
+        play.value, _ = _evaluate(settings, play.x, play.rows)
+        play.evaluations += 1
+    _settle(held, play, settings.steps)
     return held
 
 
-def _evaluate(settings: _Settings, x: Tensor, rows: Tensor, *, with_gradient: bool) -> tuple[Tensor, Tensor | None]:
+def _begin(
+    settings: _Settings,
+    start: Tensor,
+    start_value: Tensor | None,
+    rows: Tensor,
+    left: Tensor | None,
+    limit: Tensor | None,
+) -> tuple[_Run, _Play]:
+    """A run before its first step: all samples at their start, and those `left` in play."""
+    unknown = start.new_full((len(start),), torch.inf)
+    value = unknown if start_value is None else start_value
+    still = start.new_zeros(len(start)) if start_value is None else start_value
+    at: slice | Tensor = slice(None) if left is None else left
+    held = _Run(
+        x=start.clone(),
+        value=value.clone(),
+        start_value=start_value,
+        steps=torch.zeros_like(rows),
+        evaluations=torch.zeros_like(rows),
+        trajectory=_still(still, settings.steps) if settings.record else None,
+    )
+    play = _Play(
+        at=at,
+        rows=rows[at],
+        centre=start[at],
+        limit=None if limit is None else limit[at],
+        x=held.x[at],
+        value=(unknown if settings.mixed else value)[at],  # a pace's values are compared with its own only
+        steps=torch.zeros_like(rows[at]),
+        evaluations=torch.zeros_like(rows[at]),
+        going=None if limit is None or settings.mixed else torch.ones_like(rows[at], dtype=torch.bool),
+    )
+    return held, play
+
+
+def _going(settings: _Settings, play: _Play, limit: Tensor, start_value: Tensor) -> Tensor:
+    """Who is not done, (B,). In mixed precision whoever seems to be is evaluated plainly, and stays if it is not."""
+    if play.going is not None:
+        return play.going
+    going = (play.value > limit) & (start_value > limit)
+    seem = (~going).nonzero().flatten()
+    if len(seem):
+        value, _ = _evaluate(settings, play.x[seem], play.rows[seem])
+        play.evaluations[seem] += 1
+        going[seem] = value > limit[seem]
+        play.value[seem] = torch.where(going[seem], play.value[seem], value)
+    return going
+
+
+def _restate(play: _Play, state: State, value: Tensor) -> None:
+    """Give the points held the values they have at another pace, and shift those in the stepper's state as far."""
+    shift = (value - play.value).nan_to_num(0, 0, 0)
+    play.value = value
+    for name in state:
+        if name.endswith("value"):
+            state[name] = state[name] + shift
+
+
+def _settle(held: _Run, play: _Play, step: int) -> None:
+    """Write what the samples in play have come to, for the rows of the trajectory still to come too."""
+    held.x[play.at], held.value[play.at] = play.x, play.value
+    held.steps[play.at], held.evaluations[play.at] = play.steps, play.evaluations
+    if held.trajectory is not None:
+        _record(held.trajectory, slice(step, None), play)
+
+
+def _rewind(generator: torch.Generator, drawn: dict[int, Tensor], steps: int) -> None:
+    """Take back the random numbers drawn after so many steps: all were done by then, and nobody had looked."""
+    late = [step for step in drawn if step >= steps]
+    if late:
+        generator.set_state(drawn[min(late)])
+
+
+def _evaluate(
+    settings: _Settings, x: Tensor, rows: Tensor, pace: Pace = "plain", with_gradient: bool = False
+) -> tuple[Tensor, Tensor | None]:
     """The objective at x and, where asked for, its gradient; no parameter gets a `.grad`."""
-    if not with_gradient:
-        with torch.no_grad():
-            return settings.objective(x, rows).detach().to(x.dtype), None
-    with torch.enable_grad():
-        x = x.detach().requires_grad_()
-        value = settings.objective(x, rows)
-        gradient = None
-        if value.requires_grad:
-            (gradient,) = torch.autograd.grad(value.sum(), x, allow_unused=True)
+    with at_pace(pace):
+        if not with_gradient:
+            with torch.no_grad():
+                return settings.objective(x, rows).detach().to(x.dtype), None
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            value = settings.objective(x, rows)
+            gradient = None
+            if value.requires_grad:
+                (gradient,) = torch.autograd.grad(value.sum(), x, allow_unused=True)
     if gradient is None:
         raise ValueError(
             f"{name_of(settings.objective)} has no gradient with respect to the images, so it cannot be attacked with "
@@ -320,11 +488,22 @@ def _still(start_value: Tensor, steps: int) -> Trajectory:
     return Trajectory(start_value.repeat(steps + 1, 1), nowhere, nowhere.clone())
 
 
-def _record(trajectory: Trajectory, step: int, at: slice | Tensor, held: _Run, start: Tensor) -> None:
-    """Write this step, and all that follow in case the sample is done, into the trajectory."""
-    trajectory.value[step:, at] = held.value[at]
-    trajectory.l2[step:, at] = distance(held.x[at], start[at], "l2")
-    trajectory.linf[step:, at] = distance(held.x[at], start[at], "linf")
+def _record(trajectory: Trajectory, when: int | slice, play: _Play) -> None:
+    """Write where the samples in play stand into some rows of the trajectory."""
+    trajectory.value[when, play.at] = play.value
+    trajectory.l2[when, play.at] = distance(play.x, play.centre, "l2")
+    trajectory.linf[when, play.at] = distance(play.x, play.centre, "linf")
+
+
+def pays_off(device: torch.device, stepper: Stepper, steps: int, keep: str) -> bool:
+    """Whether "auto" means mixed precision."""
+    return device.type == "cuda" and steps >= MANY and stepper.needs_gradient and keep == "best"
+
+
+def change_per_pixel(ball: Ball, start: Tensor) -> float:
+    """How far every pixel may be moved when all are moved alike, in the smallest ball."""
+    smallest = min(ball.ladder)
+    return smallest / math.sqrt(start[0].numel()) if isinstance(ball, L2) else smallest
 
 
 def check_options(
@@ -336,10 +515,14 @@ def check_options(
     keep: str,
     stop: float | Tensor | None,
     batch_size: int | None,
+    precision: str,
 ) -> None:
     """Raises a ValueError for whatever a search cannot start with."""
+    if precision not in get_args(Precision):
+        raise ValueError(f"precision must be 'auto', 'float32' or 'mixed', got {precision!r}")
     if ball.box is not None:
         check_images(start, "start")
+    if ball.box is not None and (ball.box[0] > 0 or ball.box[1] < 1):
         low, high = (float(bound) for bound in torch.aminmax(start.detach()))
         if low < ball.box[0] or high > ball.box[1]:
             raise ValueError(f"start must lie in the ball's box {ball.box}, got values from {low:.4g} to {high:.4g}")

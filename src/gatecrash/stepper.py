@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Literal
 
@@ -73,7 +74,7 @@ class Sign:
     def move(self, walk: Walk, state: State) -> Tensor:
         """One step against the gradient's sign."""
         size = self.share * walk.ball.eps if self.step is None else self.step
-        return walk.x - scheduled(size, self.schedule, walk) * gradient_of(walk).sign()
+        return torch.add(walk.x, gradient_of(walk).sign(), alpha=-scheduled(size, self.schedule, walk))
 
 
 @STEPPERS.register("normalised")
@@ -293,6 +294,7 @@ def _windows(numbers: Tensor, side_y: int, side_x: int, height: int, width: int)
     return (y >= top) & (y < top + side_y) & (x >= left) & (x < left + side_x)
 
 
+@cache
 def checkpoints(steps: int) -> dict[int, int]:
     """The steps at which APGD looks back, each with the number of steps since the one before."""
     positions, gap = [0.0, 0.22], 0.22
@@ -308,6 +310,16 @@ def spread(values: Tensor, like: Tensor) -> Tensor:
     return values.view(-1, *[1] * (like.ndim - 1))
 
 
+def waits(tensor: Tensor) -> bool:
+    """Whether the host must wait before it can look at a value: on the CPU a look costs nothing."""
+    return tensor.device.type != "cpu"
+
+
 def choose(mask: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """`first` for the samples where the mask (B,) holds, `second` for the others."""
+    """`first` for the samples where the mask (B,) holds, `second` for the others; either itself where that is all."""
+    if not waits(mask):
+        if mask.all():
+            return first
+        if not mask.any():
+            return second
     return torch.where(spread(mask, first), first, second)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gatecrash import L2, Ball, Encoder, Linf, worst_case
-from gatecrash.attacks.worst_case import SURROGATES, log_odds, margin
+from gatecrash.attacks.worst_case import SURROGATES, Ranked, log_odds, margin
 from gatecrash.detectors import (
     CCU,
     DETECTORS,
@@ -16,6 +16,7 @@ from gatecrash.detectors import (
     MCM,
     MSP,
     ODIN,
+    Card,
     CLIPZeroShot,
     CollisionResidual,
     Confident,
@@ -37,6 +38,7 @@ from gatecrash.detectors import (
     Temperature,
     ZhengHong,
 )
+from gatecrash.speed import at_pace, current_pace
 from small_clip import WordedNet
 from small_models import blank, one_thread, squares, trained_net
 
@@ -228,3 +230,29 @@ def test_bad_options_are_refused() -> None:
         worst_case(detector, blank(2), Linf(0.1), "out", "huge")
     with pytest.raises(ValueError, match="Mahalanobis is not fitted"):
         worst_case(Mahalanobis(features()), blank(2), Linf(0.1), "out")
+
+
+class Drifting(Detector):
+    """Scores the sum of the pixels, and more of it the rougher the pace."""
+
+    card = Card(paper="", year=2020, reads="pixels")
+
+    def encode(self, x: Tensor) -> Tensor:
+        return x
+
+    def judge(self, z: Tensor) -> Tensor:  # type: ignore[override]
+        return z.flatten(1).sum(dim=1) - {"plain": 0.0, "prepared": 1.0, "half": 100.0}[current_pace()]
+
+
+def test_scores_of_two_paces_are_never_compared_and_what_is_kept_is_the_detectors_own() -> None:
+    start, rows = torch.full((2, 1, 2, 2), 0.5), torch.arange(2)
+    ranked = Ranked(Drifting(None), 1.0, lambda z, at: z.flatten(1).sum(dim=1), start)
+    ranked(start, rows)
+    assert ranked.verified(None).tolist() == [2.0, 2.0] and not ranked.rough
+    with at_pace("half"):
+        ranked(start + 0.1, rows)  # worse at the same pace, though its number is smaller
+        ranked(start - 0.1, rows)
+    with at_pace("prepared"):
+        ranked(start[:1] - 0.2, rows[:1])
+    assert ranked.verified(None).tolist() == pytest.approx([1.2, 1.6])
+    assert torch.equal(ranked.x, torch.cat([start[:1] - 0.2, start[1:] - 0.1]))

@@ -116,7 +116,8 @@ def _minimal(
         growing = torch.minimum((2 * low).maximum(farthest / 255), farthest)
         radius = torch.where(high.isinf(), growing, (low + high) / 2)[rows]
         stepper = Within(Apgd(), kind, radius, point[rows])
-        found = search(objective, start[rows], box, stepper=stepper, steps=steps + 1, stop=stop)
+        # The balls may be smaller than what half precision tells apart.
+        found = search(objective, start[rows], box, stepper=stepper, steps=steps + 1, stop=stop, precision="float32")
         evaluations[rows] += found.evaluations
         reached = measure.distance(found.x, start[rows])
         point[rows] = choose(found.success | high[rows].isinf(), found.x, point[rows])

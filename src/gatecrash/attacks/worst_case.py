@@ -20,6 +20,7 @@ from gatecrash.images import check_images
 from gatecrash.objective import squared_difference
 from gatecrash.protocols import Detector, Latent, Objective, Stepper, leaves, rows_of
 from gatecrash.search import generator_for, search
+from gatecrash.speed import Pace, current_pace
 from gatecrash.stepper import Adamax, Apgd, Square, choose
 
 Side = Literal["out", "in"]
@@ -110,7 +111,8 @@ def worst_case(
 class Ranked:
     """An objective that is followed, while the points it passes are ranked by the detector's own score.
 
-    `value` and `x` hold the best score (smaller is better for the attacker) and its point for every row.
+    `value` and `x` hold the best score (smaller is better for the attacker) and its point for every row. Scores of two
+    paces are never compared: at a change of pace the points held are scored again.
     """
 
     def __init__(
@@ -119,15 +121,30 @@ class Ranked:
         self.detector, self.sign, self.follow = detector, sign, follow
         self.x = start.clone()
         self.value = torch.full((len(start),), torch.inf, dtype=start.dtype, device=start.device)
+        self.pace: Pace = "plain"
+        self.rough = False
 
     def __call__(self, x: Tensor, rows: Tensor) -> Tensor:
         """The followed value, (B,)."""
+        if current_pace() != self.pace:
+            self._change_pace(rows)
         z = self.detector.encode(x)
         score = (self.sign * self.detector.judge(z)).detach().to(self.value.dtype)
         better = score < self.value[rows]
         self.value[rows] = torch.where(better, score, self.value[rows])
         self.x[rows] = choose(better, x.detach(), self.x[rows])
         return self.follow(z, rows)
+
+    def _change_pace(self, rows: Tensor) -> None:
+        """Score the points held again, where there are some."""
+        self.pace, self.rough = current_pace(), True
+        with torch.no_grad():
+            score = (self.sign * self.detector.judge(self.detector.encode(self.x[rows]))).to(self.value.dtype)
+        self.value[rows] = torch.where(self.value[rows].isinf(), self.value[rows], score)
+
+    def verified(self, batch_size: int | None) -> Tensor:
+        """The best scores as the detector itself gives them, (B,)."""
+        return self.sign * scores(self.detector, self.x, batch_size) if self.rough else self.value
 
 
 class _Suite:
@@ -294,7 +311,7 @@ class _Suite:
             self.detector, self.sign, lambda z, at: self.sign * surrogate(self._logits(z)), self.images[rows]
         )
         self._search(name, rows, ranked, Apgd(), self.budget.surrogate_steps)
-        self._take(name, rows, ranked.x, ranked.value)
+        self._take(name, rows, ranked.x, ranked.verified(self.batch_size))
 
     def _aim(self, rank: int, name: str, rows: Tensor) -> None:
         """The logit of one class raised above the others, the class that the clean image ranks at this place."""
@@ -307,7 +324,7 @@ class _Suite:
 
         ranked = Ranked(self.detector, self.sign, away, self.images[rows])
         found = self._search(name, rows, ranked, Apgd(), self.budget.surrogate_steps)
-        self._take(name, rows, ranked.x, ranked.value)
+        self._take(name, rows, ranked.x, ranked.verified(self.batch_size))
         if not self.reads_logits_only:
             # The score jumps where the predicted class changes, which its gradient does not see: climb on from there.
             beyond = self._search(name, rows, self._objective, Apgd(), self.budget.steps, first=found.x, own_stop=True)
@@ -336,7 +353,7 @@ class _Suite:
             self.detector, self.sign, lambda z, at: squared_difference(z, rows_of(targets, at)), self.images[rows]
         )
         self._search(name, rows, ranked, Adamax(), self.budget.collision_steps, random_start=True)
-        self._take(name, rows, ranked.x, ranked.value)
+        self._take(name, rows, ranked.x, ranked.verified(self.batch_size))
 
     def targets(self) -> Tensor:
         """The half of the other side's images that the detector is surest of."""

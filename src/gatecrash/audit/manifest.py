@@ -7,7 +7,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -24,12 +24,13 @@ def manifest_of(
     networks: Mapping[str, str],
     sets: Mapping[str, ImageSet],
     attacks: Sequence[AttackPlan],
+    precision: Literal["auto", "float32"] = "float32",
 ) -> dict[str, Any]:
-    """The manifest of a run; the same run again has the same one, apart from `device` and `versions`."""
+    """The manifest of a run; the same again has the same one, apart from `device`, `precision` and `versions`."""
     return {
         "seed": seed,
         "device": device_name(device),
-        "precision": "float32",
+        "precision": precision_path(device, precision),
         "versions": versions(),
         "code_sha256": code_hash(),
         "networks": dict(networks),
@@ -39,6 +40,13 @@ def manifest_of(
         },
         "threat_model": threat_model(attacks),
     }
+
+
+def precision_path(device: torch.device, precision: Literal["auto", "float32"]) -> str:
+    """The precision that numbers come from: searches on a GPU may go the far part of their way in bf16."""
+    if device.type != "cuda" or precision == "float32":
+        return "float32"
+    return "bf16 for the far part of long searches, float32 for the rest and for every reported number"
 
 
 def threat_model(attacks: Sequence[AttackPlan]) -> dict[str, str]:

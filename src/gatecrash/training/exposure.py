@@ -57,6 +57,7 @@ class Inner:
             keep="last",
             random_start=True,
             generator=seed,
+            precision="float32",  # what is prepared for speed would be of weights that have changed since
         )
 
 

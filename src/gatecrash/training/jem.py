@@ -74,6 +74,7 @@ def langevin(
         keep="last",
         generator=generator,
         batch_size=batch_size,
+        precision="float32",  # what is prepared for speed would be of weights that have changed since
     )
 
 

@@ -1,0 +1,395 @@
+"""How fast a search is on a GPU, against the same search written by hand: the numbers of docs/results/speed.md.
+
+    python benchmarks/speed.py DATA OUT --parts collide,throughput,curve,audit,growth
+
+DATA holds imagenet.npz (x uint8 250×224×224×3), chest_xray.jpg and resnet50.safetensors (with the stride in the first
+convolution of a block); cifar10_test.npz, cifar10_train.npz, gtsrb_test.npz and densenet_bc.safetensors. OUT gets one
+JSON file per part. `float32`: no TF32 anywhere; `default`: torch's flags as they are, TF32 in convolutions only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import gatecrash as gate
+from gatecrash.networks import DenseNetBC, load_weights
+
+CIFAR = {"mean": (0.4914, 0.4822, 0.4465), "std": (0.2023, 0.1994, 0.2010)}
+IMAGENET = {"mean": (123.68 / 255, 116.779 / 255, 103.939 / 255)}
+EPS = 5.0
+PIXEL = 1 / 255
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@contextmanager
+def flags(kind: str) -> Iterator[None]:
+    """Torch's flags for matrix products and convolutions inside the block."""
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = kind != "float32"
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+def now() -> float:
+    """The time when all work on the device is done."""
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def resnet50(data: Path) -> nn.Module:
+    """ResNet-50 up to its pooled features, with the layout of the shared weights."""
+    from torchvision.models import resnet50 as build
+
+    model = build()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.eps = 1e-3
+    for stage in (model.layer2, model.layer3, model.layer4):
+        stage[0].conv1.stride, stage[0].conv2.stride = (2, 2), (1, 1)
+    state = {name: tensor.float() for name, tensor in load_file(data / "resnet50.safetensors").items()}
+    model.load_state_dict(state, strict=False)
+    model.fc = nn.Identity()
+    return model.to(DEVICE).eval().requires_grad_(False)
+
+
+def imagenet(data: Path, count: int) -> tuple[Tensor, Tensor]:
+    """ImageNet images, and the x-ray as often as there are images."""
+    x = torch.from_numpy(np.load(data / "imagenet.npz")["x"][:count]).permute(0, 3, 1, 2).float().div(255)
+    with Image.open(data / "chest_xray.jpg") as picture:
+        ray = torch.from_numpy(np.array(picture.convert("RGB").resize((224, 224)))).permute(2, 0, 1).float().div(255)
+    return x.to(DEVICE).contiguous(), ray.to(DEVICE).expand(len(x), -1, -1, -1).contiguous()
+
+
+def cifar(data: Path, name: str, count: int) -> Tensor:
+    """Images of 32×32."""
+    x = torch.from_numpy(np.load(data / f"{name}.npz")["x"][:count]).permute(0, 3, 1, 2).float().div(255)
+    return x.to(DEVICE).contiguous()
+
+
+def densenet(data: Path) -> nn.Module:
+    """DenseNet-BC on CIFAR-10."""
+    return load_weights(DenseNetBC(), data / "densenet_bc.safetensors").to(DEVICE).eval().requires_grad_(False)
+
+
+def by_hand(
+    f: Callable[[Tensor], Tensor], start: Tensor, target: Tensor, eps: float, steps: int, batch: int, watch: Any = None
+) -> Tensor:
+    """Liang et al.'s Algorithm 1 as they describe it: Adamax with a constant step on the normalised gradient."""
+    out = []
+    for x0, wanted in zip(start.split(batch), target.split(batch), strict=True):
+        with torch.no_grad():
+            z = f(wanted)
+        generator = torch.Generator(DEVICE).manual_seed(0)
+        delta = eps * (2 * torch.rand(x0.shape, generator=generator, device=DEVICE) - 1)
+        x = inside(x0 + delta, x0, eps).requires_grad_()
+        optimiser = torch.optim.Adamax([x], lr=eps / 100)
+        for step in range(steps):
+            loss = (f(x) - z).square().sum()
+            (gradient,) = torch.autograd.grad(loss, x)
+            x.grad = gradient / gradient.flatten(1).norm(dim=1).clamp_min(1e-12).view(-1, 1, 1, 1)
+            optimiser.step()
+            with torch.no_grad():
+                x.copy_(inside(x, x0, eps))
+            if watch is not None:
+                watch(step + 1, x.detach(), z)
+        out.append(x.detach())
+    return torch.cat(out)
+
+
+def inside(x: Tensor, centre: Tensor, eps: float) -> Tensor:
+    """Back into the L2 ball, then into the box."""
+    delta = x - centre
+    length = delta.flatten(1).norm(dim=1).clamp_min(1e-12).view(-1, 1, 1, 1)
+    return (centre + delta * (eps / length).clamp(max=1)).clamp(0, 1)
+
+
+def mape_of(f: Callable[[Tensor], Tensor], x: Tensor, target: Tensor) -> Tensor:
+    """mean|z′ − z| / max|z| of every sample, in float32 without TF32."""
+    with flags("float32"), torch.no_grad():
+        parts = [(f(a), f(b)) for a, b in zip(x.split(50), target.split(50), strict=True)]
+    z, wanted = (torch.cat(leaf) for leaf in zip(*parts, strict=True))
+    return (z - wanted).abs().mean(dim=1) / wanted.abs().amax(dim=1)
+
+
+def collide(data: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """The time to the median MAPE that the paper's recipe reaches in 1,000 steps."""
+    images, start = imagenet(data, options.count)
+    model = resnet50(data)
+    encoder = gate.Encoder(model, **IMAGENET)
+    f: Any = encoder
+    rows: list[dict[str, Any]] = []
+    with flags("float32"):
+        by_hand(f, start[:50], images[:50], EPS, 3, 50)
+        began = now()
+        by_hand(f, start, images, EPS, options.steps // 10, options.batch)
+        strict = 10 * (now() - began)
+    rows.append({"what": "by hand, float32", "steps": options.steps, "seconds": strict, "of": "a tenth, times ten"})
+    print(rows[-1], flush=True)
+    with flags("default"):
+        began = now()
+        x = by_hand(f, start, images, EPS, options.steps, options.batch)
+        seconds = now() - began
+    goal = float(mape_of(f, x, images).median())
+    rows.append({"what": "by hand, default", "steps": options.steps, "seconds": seconds, "median_mape": goal})
+    print(rows[-1], flush=True)
+    for steps in options.tries:
+        for precision in ("float32", "mixed"):
+            times = []
+            for _ in range(2):  # the first prepares and compiles
+                began = now()
+                found = gate.collide(
+                    encoder, start, images, gate.L2(EPS), steps=steps, batch_size=options.batch, precision=precision
+                )
+                times.append(now() - began)
+            median = float(mape_of(f, found.x, images).median())
+            row = {"what": f"gatecrash, {precision}", "steps": steps, "seconds": times[1], "median_mape": median}
+            row |= {"first_seconds": times[0], "reported_mape": float(found.mape.median())}  # type: ignore[union-attr]
+            row |= {"times_float32": strict / times[1], "times_default": seconds / times[1], "reached": median <= goal}
+            rows.append(row)
+            print(row, flush=True)
+    return {"count": len(images), "eps": EPS, "rows": rows}
+
+
+def throughput(data: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Images times steps per second of a collision on ResNet-18 at 224 px."""
+    from torchvision.models import resnet18
+
+    torch.manual_seed(0)
+    model = resnet18(num_classes=1000).to(DEVICE).eval().requires_grad_(False)
+    encoder = gate.Encoder(model)
+    rows = []
+    for batch in options.batches:
+        x, target = (torch.rand(batch, 3, 224, 224, device=DEVICE) for _ in range(2))
+
+        def hand(x: Tensor = x, target: Tensor = target, batch: int = batch) -> None:
+            by_hand(model, x, target, EPS, options.length, batch)
+
+        def ours(precision: str, x: Tensor = x, target: Tensor = target) -> None:
+            gate.collide(encoder, x, target, gate.L2(EPS), steps=options.length, precision=precision)  # type: ignore[arg-type]
+
+        def peer(name: str, x: Tensor = x) -> None:
+            labels = torch.zeros(len(x), dtype=torch.long, device=DEVICE)
+            peers()[name](model, x, labels, options.length)
+
+        runs: dict[str, tuple[str, Callable[[], None]]] = {
+            "by hand, float32": ("float32", hand),
+            "by hand, default": ("default", hand),
+            "gatecrash, float32": ("default", lambda: ours("float32")),
+            "gatecrash, mixed": ("default", lambda: ours("mixed")),
+            **{f"{name}, default": ("default", lambda name=name: peer(name)) for name in peers()},
+        }
+        for name, (kind, run) in runs.items():
+            with flags(kind):
+                run()
+                seconds = []
+                for _ in range(3):
+                    began = now()
+                    run()
+                    seconds.append(now() - began)
+            rate = batch * options.length / statistics.median(seconds)
+            rows.append({"batch": batch, "what": name, "image_steps_per_second": rate})
+            print(rows[-1], flush=True)
+    return {"rows": rows}
+
+
+def peers() -> dict[str, Callable[[nn.Module, Tensor, Tensor, int], object]]:
+    """PGD of the libraries that are installed."""
+    found: dict[str, Callable[[nn.Module, Tensor, Tensor, int], object]] = {}
+    try:
+        import torchattacks
+
+        found["torchattacks"] = lambda model, x, y, steps: torchattacks.PGD(model, 8 / 255, 2 / 255, steps)(x, y)
+    except ModuleNotFoundError:
+        pass
+    try:
+        import foolbox
+
+        def by_foolbox(model: nn.Module, x: Tensor, y: Tensor, steps: int) -> object:
+            attack = foolbox.attacks.LinfPGD(steps=steps)
+            return attack(foolbox.PyTorchModel(model, bounds=(0, 1)), x, y, epsilons=8 / 255)
+
+        found["foolbox"] = by_foolbox
+    except ModuleNotFoundError:
+        pass
+    return found
+
+
+def curve(data: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """MAPE against evaluations, ours and the paper's recipe, and the share of samples under 0.1 %."""
+    settings: dict[str, tuple[gate.Encoder, Tensor, Tensor, float]] = {}
+    images, start = imagenet(data, options.few)
+    settings["ResNet-50, x-ray, L2 5"] = (gate.Encoder(resnet50(data), **IMAGENET), start, images, EPS)
+    targets = cifar(data, "cifar10_test", options.few)
+    noise = torch.rand(targets.shape, generator=torch.Generator(DEVICE).manual_seed(0), device=DEVICE)
+    latent = gate.Encoder(densenet(data), "avgpool", **CIFAR)
+    settings["DenseNet-BC avgpool, noise, L2 10"] = (latent, noise, targets, 10.0)
+    rows: list[dict[str, Any]] = []
+    for title, (encoder, begin, target, eps) in settings.items():
+        f: Any = encoder
+        marks = {step: step for step in options.marks}
+
+        def watch(step: int, x: Tensor, z: Tensor, title: str = title, f: Any = f, marks: Any = marks) -> None:
+            if step in marks:
+                with torch.no_grad():
+                    mape = (f(x) - z).abs().mean(dim=1) / z.abs().amax(dim=1)
+                rows.append({"setting": title, "what": "by hand", "steps": step, **facts(mape)})
+                print(rows[-1], flush=True)
+
+        by_hand(f, begin, target, eps, max(options.marks), len(begin), watch)
+        for steps in options.marks:
+            found = gate.collide(encoder, begin, target, gate.L2(eps), steps=steps)
+            mape = mape_of(f, found.x, target)
+            rows.append({"setting": title, "what": "gatecrash", "steps": steps, **facts(mape)})
+            print(rows[-1], flush=True)
+    return {"count": options.few, "rows": rows}
+
+
+def facts(mape: Tensor) -> dict[str, float]:
+    """Median, and the share under 0.1 %."""
+    return {"median_mape": float(mape.median()), "under_0.1_percent": float((mape < 1e-3).float().mean())}
+
+
+def audit(data: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """A two-sided audit of five detectors, and what of its time is the network's own."""
+    model = densenet(data)
+    encoder, features = gate.Encoder(model, **CIFAR), gate.Encoder(model, "avgpool", **CIFAR)
+    inliers, outliers = cifar(data, "cifar10_test", options.audited), cifar(data, "gtsrb_test", options.audited)
+    content = np.load(data / "cifar10_train.npz")
+    train = cifar(data, "cifar10_train", 5000), torch.from_numpy(content["y"][:5000]).long().to(DEVICE)
+    kinds = gate.detectors
+    detectors = {
+        "msp": kinds.MSP(encoder),
+        "energy": kinds.Energy(encoder),
+        "odin": kinds.ODIN(encoder),
+        "mahalanobis": kinds.Mahalanobis(features),
+        "rmd": kinds.RelativeMahalanobis(features),
+    }
+    gate.fit_all(list(detectors.values()), train)
+    attack = {"name": "admit", "side": "both", "ball": {"norm": "linf", "eps": PIXEL}, "steps": 10}
+    alone = pass_seconds(encoder, inliers[: options.batch_audit])
+    began = now()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            gate.audit(
+                detectors, inliers, {"gtsrb": outliers}, out=folder, attacks=[attack], batch_size=options.batch_audit
+            )
+        except ModuleNotFoundError as missing:  # the report's charts; the results are written before them
+            print("no report:", missing)
+        samples = gate_samples(Path(folder))
+    seconds = now() - began
+    passes = sum(samples.values()) + samples["odin"]  # ODIN's step is a pass of its own
+    own = passes / options.batch_audit * alone
+    return {"seconds": seconds, "network_seconds": own, "share": own / seconds, "evaluations": samples}
+
+
+def gate_samples(folder: Path) -> dict[str, int]:
+    """Evaluations of every detector in an audit."""
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(folder / "samples.parquet", columns=["detector", "evaluations"]).to_pydict()
+    spent: dict[str, int] = {}
+    for name, count in zip(table["detector"], table["evaluations"], strict=True):
+        spent[name] = spent.get(name, 0) + int(count or 0)
+    return spent
+
+
+def pass_seconds(encoder: gate.Encoder, x: Tensor, repeats: int = 10) -> float:
+    """Seconds of a forward and backward pass of the network alone."""
+
+    def run() -> None:
+        y = x.detach().requires_grad_()
+        torch.autograd.grad(encoder(y).logsumexp(dim=1).sum(), y)  # type: ignore[union-attr]
+
+    run()
+    began = now()
+    for _ in range(repeats):
+        run()
+    return (now() - began) / repeats
+
+
+def growth(data: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """How time and memory grow with images, steps and components."""
+    encoder = gate.Encoder(densenet(data), **CIFAR)
+    rows = []
+    noise = torch.rand(2000, 3, 32, 32, device=DEVICE)
+    targets = cifar(data, "cifar10_test", 2000)
+
+    def measured(count: int, steps: int) -> dict[str, float]:
+        if DEVICE == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        began = now()
+        gate.collide(
+            encoder, noise[:count], targets[:count], gate.L2(10.0), steps=steps, batch_size=200, precision="float32"
+        )
+        peak = torch.cuda.max_memory_allocated() / 2**20 if DEVICE == "cuda" else 0.0
+        return {"seconds": now() - began, "peak_mib": peak}
+
+    measured(200, 5)
+    for count, steps in ((200, 20), (2000, 20), (200, 200)):
+        rows.append({"images": count, "steps": steps, **measured(count, steps)})
+        print(rows[-1], flush=True)
+    from gatecrash.mixture import fit_mixture
+
+    z = torch.randn(50000, 342, device=DEVICE)
+    for components in (100, 1000):
+        fit_mixture(z, components, steps=1)
+        began = now()
+        fit_mixture(z, components, steps=10, tol=0.0)
+        rows.append({"components": components, "seconds": now() - began})
+        print(rows[-1], flush=True)
+    return {"rows": rows}
+
+
+PARTS = {"collide": collide, "throughput": throughput, "curve": curve, "audit": audit, "growth": growth}
+
+
+def main() -> None:
+    """Run the parts asked for, one JSON file each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--count", type=int, default=250, help="images of the collision")
+    parser.add_argument("--steps", type=int, default=1000, help="of the recipe that is to be beaten")
+    parser.add_argument("--tries", type=int, nargs="*", default=[40, 60, 100])
+    parser.add_argument("--batch", type=int, default=250)
+    parser.add_argument("--batches", type=int, nargs="*", default=[64, 512])
+    parser.add_argument("--length", type=int, default=50, help="steps of a run of the throughput")
+    parser.add_argument("--few", type=int, default=64, help="images of the curve")
+    parser.add_argument("--marks", type=int, nargs="*", default=[100, 300, 1000, 3000])
+    parser.add_argument("--audited", type=int, default=10000)
+    parser.add_argument("--batch-audit", type=int, default=500)
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    for part in options.parts.split(","):
+        began = time.monotonic()
+        result = PARTS[part](options.data, options)
+        result |= {
+            "device": torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu",
+            "torch": torch.__version__,
+            "total_seconds": time.monotonic() - began,
+        }
+        (options.out / f"{part}.json").write_text(json.dumps(result, indent=1))
+        print(part, f"{time.monotonic() - began:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,8 @@
+"""Copies of networks made ready for speed, used in their place while they have the same weights."""
+
+from gatecrash.prepared.make import Unfit, prepare
+from gatecrash.prepared.network import PreparedNetwork
+from gatecrash.prepared.run import run
+from gatecrash.prepared.settings import Preparation, preparing
+
+__all__ = ["Preparation", "PreparedNetwork", "Unfit", "prepare", "preparing", "run"]

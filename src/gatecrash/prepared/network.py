@@ -1,0 +1,158 @@
+"""How a prepared copy runs: compiled for few batch sizes once they were seen often, and differentiable."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from gatecrash.prepared.settings import Preparation
+from gatecrash.prepared.tapped import Outputs, Tapped
+
+Plain: TypeAlias = Callable[[Tensor], Outputs]
+"""The network itself: the same outputs as its copy's."""
+
+
+class PreparedNetwork:
+    """A copy of a network, compiled for few batch sizes, to which others are filled up.
+
+    Compiled code has no second derivative, and one in bf16 would be worth little. So where a gradient is itself to be
+    differentiated (`create_graph=True`), the network itself runs once more, and is what is differentiated. Where
+    compiling fails, the copy runs uncompiled.
+    """
+
+    def __init__(self, tapped: Tapped, preparation: Preparation) -> None:
+        self.tapped, self.preparation = tapped, preparation
+        self.compiles = preparation.compile_after is not None
+        self.calls: Counter[tuple[int, bool]] = Counter()
+        self._code: Any = None
+
+    def __call__(self, x: Tensor, plain: Plain) -> Outputs:
+        """The outputs for a batch of any size."""
+        follow = torch.is_grad_enabled() and x.requires_grad
+        parts = x.split(self.preparation.sizes[-1])
+        found: list[Outputs] = [_Once.apply(part, self, plain) if follow else self.run(part) for part in parts]
+        return found[0] if len(found) == 1 else tuple(torch.cat(outputs) for outputs in zip(*found, strict=True))
+
+    def run(self, x: Tensor) -> Outputs:
+        """The outputs for a batch that is not larger than the largest size."""
+        if self._is_due(x):
+            try:
+                return self._compiled(x)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # a compiler may raise anything
+                self.give_up_compiling(error)
+        outputs: Outputs = self.tapped(laid_out(x))
+        return outputs
+
+    def give_up_compiling(self, error: Exception) -> None:
+        """Run uncompiled from now on, and say so."""
+        self.compiles, self._code = False, None
+        name, cause = type(self.tapped.model).__name__, getattr(error, "inner_exception", error)
+        message = f"{name} cannot be compiled, and runs uncompiled, which is slower: {first_line(cause)}"
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+    def _is_due(self, x: Tensor) -> bool:
+        """Whether a batch is for compiled code: its size was seen often, and filling it up at most doubles the work."""
+        size = self._size(x)
+        self.calls[kind := (size, x.requires_grad)] += 1
+        return self.compiles and 2 * len(x) >= size and self.calls[kind] > (self.preparation.compile_after or 0)
+
+    def _size(self, x: Tensor) -> int:
+        return next(size for size in self.preparation.sizes if size >= len(x))
+
+    def _compiled(self, x: Tensor) -> Outputs:
+        if self._code is None:
+            self._code = torch.compile(self.tapped, dynamic=False, backend=self.preparation.backend)
+        # Every prepared network adds its sizes to the entries of one function.
+        many = torch._dynamo.config.patch(recompile_limit=1 << 16, accumulated_recompile_limit=1 << 16)
+        with many, several_gradients():
+            outputs = self._code(laid_out(filled(x, self._size(x))))
+        return tuple(output[: len(x)] for output in outputs)
+
+
+class _Once(torch.autograd.Function):
+    """A prepared network's outputs, whose first derivative is its own and whose higher ones are the network's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, network: PreparedNetwork, plain: Plain) -> Outputs:
+        ctx.save_for_backward(x)
+        ctx.set_materialize_grads(False)
+        ctx.network, ctx.plain = network, plain
+        with torch.enable_grad():
+            ctx.leaf = x.detach().requires_grad_()
+            ctx.outputs = network.run(ctx.leaf)
+        given = tuple(output.detach() for output in ctx.outputs)
+        ctx.mark_non_differentiable(
+            *(tensor for tensor, output in zip(given, ctx.outputs, strict=True) if not output.requires_grad)
+        )
+        return given
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None, None]:
+        (x,) = ctx.saved_tensors  # raises for a second gradient of a graph that was not kept
+        if torch.is_grad_enabled():  # create_graph=True
+            return gradient_of(ctx.plain(x.clone()), x, gradients, create_graph=True), None, None
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()  # retain_graph=True
+        try:
+            with several_gradients():
+                return gradient_of(ctx.outputs, ctx.leaf, gradients, retain_graph=keep), None, None
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a gradient's code may be compiled only when it is asked for
+            if not ctx.network.compiles:
+                raise
+            ctx.network.give_up_compiling(error)
+        with torch.enable_grad():
+            ctx.outputs = ctx.network.run(ctx.leaf)
+        return gradient_of(ctx.outputs, ctx.leaf, gradients, retain_graph=keep), None, None
+
+
+def several_gradients() -> AbstractContextManager[None]:
+    """Compiled code keeps what it needs for a gradient where that is asked for, instead of using its memory again."""
+    setting: AbstractContextManager[None] = torch._functorch.config.patch(donated_buffer=False)
+    return setting
+
+
+def gradient_of(
+    outputs: Outputs,
+    x: Tensor,
+    upstream: Sequence[Tensor | None],
+    *,
+    retain_graph: bool = True,
+    create_graph: bool = False,
+) -> Tensor | None:
+    """What the gradients of outputs come to at x, None among them for zero; None where nothing reaches x."""
+    pairs = [
+        (output, gradient)
+        for output, gradient in zip(outputs, upstream, strict=True)
+        if gradient is not None and output.requires_grad
+    ]
+    if not pairs:
+        return None
+    followed, gradients = zip(*pairs, strict=True)
+    (gradient,) = torch.autograd.grad(
+        followed, x, gradients, retain_graph=retain_graph, create_graph=create_graph, allow_unused=True
+    )
+    return gradient
+
+
+def filled(x: Tensor, size: int) -> Tensor:
+    """A batch of a certain size: the rows of x, then copies of the first, which no gradient reaches."""
+    return x if len(x) == size else torch.cat([x, x[:1].detach().expand(size - len(x), *x.shape[1:])])
+
+
+def laid_out(x: Tensor) -> Tensor:
+    """A copy, since a network may write into its input; channels last, with strides that depend on the shape only."""
+    return x.clone(memory_format=torch.channels_last if x.ndim == 4 else torch.contiguous_format)
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message."""
+    return str(error).strip().split("\n", 1)[0]

@@ -1,0 +1,108 @@
+"""The outputs of a network at the pace of the block: from the network itself, or from a prepared copy of it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from gatecrash.prepared.make import Unfit, prepare
+from gatecrash.prepared.network import Plain, PreparedNetwork
+from gatecrash.prepared.settings import current_preparation
+from gatecrash.prepared.stamp import Stamp
+from gatecrash.prepared.tapped import Outputs
+from gatecrash.speed import current_pace
+
+KEPT = 8
+"""Copies of one network that are kept; there is one per pace, image shape and set of layers."""
+SETTLED = 50
+"""Calls with the same weights after which a network whose weights changed is prepared again: it may be in training."""
+
+
+def run(
+    model: nn.Module, taps: Mapping[str, nn.Module], names: tuple[str | None, ...], x: Tensor, plain: Plain
+) -> Outputs:
+    """The outputs of some layers of a network in eval mode, one row per image.
+
+    At the pace "plain" they are `plain(x)`. At another they come from a prepared copy of the network where there can be
+    one, and while it has the network's weights.
+
+    Args:
+        model: the network.
+        taps: modules of the network by name.
+        names: whose outputs are wanted, in this order; None is the network itself.
+        x: what the network takes, (B, ...).
+        plain: the same outputs from the network itself.
+    """
+    if current_pace() == "plain":
+        if model in _records:
+            _records[model].doubted = True
+        return plain(x)
+    network = _network_for(model, taps, names, x, plain) if _is_ordinary(x) else None
+    return plain(x) if network is None else network(x, plain)
+
+
+@dataclass
+class Record:
+    """The copies of one network, and what tells whether they still are.
+
+    A stamp cannot see what is written through `.data`. So after a plain pass, as there is one between two searches,
+    the copies are in doubt, and the weights are compared once.
+    """
+
+    stamp: Stamp
+    wait: int
+    weights: list[Tensor] = field(default_factory=list)
+    networks: dict[Any, PreparedNetwork | None] = field(default_factory=dict)
+    doubted: bool = False
+
+    def holds(self, stamp: Stamp) -> bool:
+        """Whether the network with this stamp is the one that was copied."""
+        doubted, self.doubted = self.doubted and bool(self.networks), False
+        return self.stamp == stamp and (not doubted or stamp.same_weights(self.weights))
+
+
+_records: WeakKeyDictionary[nn.Module, Record] = WeakKeyDictionary()
+
+
+def _is_ordinary(x: Tensor) -> bool:
+    """Whether images are such as copies are made for: float32, on a fast device, outside torch.func's transforms."""
+    inside = torch._C._are_functorch_transforms_active() or torch.is_inference_mode_enabled() or x.is_inference()
+    return not inside and x.dtype == torch.float32 and x.device.type in current_preparation().devices and len(x) > 0
+
+
+def _network_for(
+    model: nn.Module, taps: Mapping[str, nn.Module], names: tuple[str | None, ...], x: Tensor, plain: Plain
+) -> PreparedNetwork | None:
+    """The prepared copy for such images, made where it is not there yet; None where the network itself is to run."""
+    try:
+        stamp = Stamp(model)
+    except (
+        RuntimeError,
+        ValueError,
+    ):  # tensors without a place in memory: weights that are still to be made, sparse ones
+        return None
+    record = _records.get(model)
+    if record is None or not record.holds(stamp):
+        record = _records[model] = Record(stamp, wait=0 if record is None else SETTLED)
+    if record.wait > 0:
+        record.wait -= 1
+        return None
+    pace, preparation = current_pace(), current_preparation()
+    key = names, pace, x.shape[1:], preparation
+    if key not in record.networks:
+        record.weights = record.weights or stamp.weights()
+        for old in list(record.networks)[: 1 - KEPT]:
+            del record.networks[old]
+        try:
+            record.networks[key] = prepare(model, taps, names, x, pace, plain, preparation)
+        except Unfit as reason:
+            record.networks[key] = None
+            message = f"{type(model).__name__} runs as it is, without being prepared for speed: {reason}"
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+    return record.networks[key]

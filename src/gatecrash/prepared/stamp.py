@@ -1,0 +1,56 @@
+"""What a network is made of at one moment, so that a change is noticed."""
+
+from __future__ import annotations
+
+from itertools import chain
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_PLAIN = frozenset({bool, int, float, str, tuple, type(None), torch.dtype, torch.Size})
+
+
+class Stamp:
+    """A network's modules with their plain attributes, and its tensors with their places and versions.
+
+    Two stamps are equal when nothing was replaced, moved or written to in between. What is written through `.data`
+    leaves a tensor's version alone, and is found by comparing the weights only: `same_weights`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.things: list[Any] = []  # never a module: a stamp must not keep its network alive
+        self.numbers: list[int] = []
+        self.tensors: list[Tensor] = []
+        for module in model.modules():
+            self.numbers.append(id(module))
+            self.things.append(type(module))
+            self.things += [value for value in module.__dict__.values() if type(value) in _PLAIN]
+            self.tensors += [
+                tensor for tensor in chain(module._parameters.values(), module._buffers.values()) if tensor is not None
+            ]
+        for tensor in self.tensors:
+            self.numbers += (tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Stamp)
+            and self.numbers == other.numbers
+            and _identical(self.tensors, other.tensors)
+            and _identical(self.things, other.things)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def weights(self) -> list[Tensor]:
+        """Copies of the tensors as they are now."""
+        return [tensor.detach().clone() for tensor in self.tensors]
+
+    def same_weights(self, weights: list[Tensor]) -> bool:
+        """Whether the tensors still have the values of such copies."""
+        return len(weights) == len(self.tensors) and all(map(torch.equal, weights, self.tensors))
+
+
+def _identical(first: list[Any], second: list[Any]) -> bool:
+    return len(first) == len(second) and all(map(is_, first, second))

@@ -1,0 +1,59 @@
+"""What the layers of a network give during one pass: eval mode for a block, outputs recorded by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode, every module's own mode put back afterwards."""
+    trained = [module for module in model.modules() if module.training]
+    for module in trained:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in trained:
+            module.training = True
+
+
+@contextmanager
+def recording(taps: Mapping[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
+    """The outputs of some modules during the block, cloned, since a later in-place ReLU would write into them."""
+    outputs: dict[str, Tensor] = {}
+
+    def hook_for(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            outputs[name] = first_tensor(output, name).clone()
+
+        return hook
+
+    handles = [module.register_forward_hook(hook_for(name)) for name, module in taps.items()]
+    try:
+        yield outputs
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def first_tensor(output: Any, name: str) -> Tensor:
+    """The tensor of a module's output: itself, the first of a sequence, or a named field of an output object."""
+    if isinstance(output, Tensor):
+        return output
+    kind = type(output).__name__
+    if isinstance(output, Mapping):
+        for key in ("logits", "image_embeds", "pooler_output", "last_hidden_state"):
+            tensor = output.get(key)
+            if isinstance(tensor, Tensor):
+                return tensor
+        output = tuple(output.values())
+    if isinstance(output, Sequence):
+        for part in output:
+            if isinstance(part, Tensor):
+                return part
+    raise ValueError(f"{name} gives {kind}, in which no tensor was found")
