@@ -2,11 +2,11 @@
 
     python benchmarks/hardening.py train DATA OUT --set cifar10 --methods ce,oe,adv,aoe,aloe --epochs 2 [--start FILE]
     python benchmarks/hardening.py evaluate DATA OUT --set cifar10 --methods ce,oe,adv,aoe,aloe
-    python benchmarks/hardening.py ensemble DATA OUT --runs ce,ce-1,ce-2
+    python benchmarks/hardening.py ensemble DATA OUT --methods ce,ce-1,ce-2
     python benchmarks/hardening.py throughput DATA OUT
 
 `train` is `gatecrash harden` with the plan that `plan_of` writes; OUT/SET/METHOD are the model bundles. A run that was
-killed goes on. `evaluate` attacks every bundle as Chen et al. do, and writes OUT/SET.json. DATA holds
+killed goes on. `evaluate` attacks every bundle as Chen et al. do, and writes OUT/SETTAG.json. DATA holds
 cifar10_train.npz, cifar10_test.npz, gtsrb_train.npz, gtsrb_test.npz, tiny.npz (32×32) and fashion.npz (x uint8, y).
 """
 
@@ -96,8 +96,8 @@ def plan_of(options: argparse.Namespace, methods: list[str], seed: int) -> Harde
 
 def special(options: argparse.Namespace) -> dict[str, Any]:
     """What the network is made with, besides its classes."""
-    depth = {"depth": options.depth} if options.depth else {}
-    return depth | ({"tanh": True} if options.tanh else {})
+    sizes = {name: getattr(options, name) for name in ("depth", "width") if getattr(options, name)}
+    return sizes | ({"tanh": True} if options.tanh else {})
 
 
 def train(options: argparse.Namespace) -> None:
@@ -158,7 +158,7 @@ def evaluate(options: argparse.Namespace) -> None:
             rows += [facts | row for row in two_sided(encoder, detectors, few, outliers, eps / 255)]
         if said == "ce" and not options.no_mahalanobis:
             rows += [facts | row for row in mahalanobis(options, encoder, x, few, outliers)]
-        (options.out / f"{options.set}.json").write_text(json.dumps({"rows": rows}, indent=1))
+        (options.out / f"{options.set}{options.tag}.json").write_text(json.dumps({"rows": rows}, indent=1))
     summary(rows)
 
 
@@ -317,6 +317,7 @@ def main() -> None:
     parser.add_argument("--set", default="cifar10", choices=list(CLASSES))
     parser.add_argument("--network", default="densenet_bc")
     parser.add_argument("--depth", type=int, default=None)
+    parser.add_argument("--width", type=int, default=None)
     parser.add_argument("--tanh", action="store_true", help="features of a DenseNet-BC that end in a tanh")
     parser.add_argument("--methods", default="ce,oe,adv,aoe,aloe", help="a method, or METHOD-SEED")
     parser.add_argument("--epochs", type=int, default=2)
@@ -332,6 +333,7 @@ def main() -> None:
     parser.add_argument("--outliers", type=int, default=500)
     parser.add_argument("--choice", type=int, default=200, help="inliers that ODIN is chosen on")
     parser.add_argument("--no-mahalanobis", action="store_true")
+    parser.add_argument("--tag", default="", help="added to the name of the file that `evaluate` writes")
     parser.add_argument("--batches", type=int, default=20)
     options = parser.parse_args()
     options.data, options.out = options.data.resolve(), options.out.resolve()

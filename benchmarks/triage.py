@@ -2,7 +2,7 @@
 
     python benchmarks/triage.py DATA OUT [--repeats 5] [--fit 50000] [--test 10000] [--outliers 2000]
     python benchmarks/triage.py DATA OUT --bundle DIR          another DenseNet-BC, as a model bundle
-    python benchmarks/triage.py DATA OUT --steps 1e-3 1e-4     purification with steps other than the paper's
+    python benchmarks/triage.py DATA OUT --no-attacks --steps 1e-3 1e-4     other steps of purification than the paper's
 
 DATA holds cifar10_train.npz, cifar10_test.npz, gtsrb_test.npz, tiny.npz (32×32) and fashion.npz (x uint8, y), and
 densenet_bc.safetensors. The first fifth of the test images is the validation set: temperature and thresholds come from
@@ -55,6 +55,7 @@ def main() -> None:
     parser.add_argument("--test", type=int, default=10000)
     parser.add_argument("--outliers", type=int, default=2000)
     parser.add_argument("--bundle", type=Path, default=None)
+    parser.add_argument("--no-attacks", action="store_true", help="no adversarial images")
     parser.add_argument("--steps", type=float, nargs="*", default=None)
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -83,7 +84,9 @@ def main() -> None:
             held_out=(x[:cut], y[:cut]),
             fit=read(options.data / "cifar10_train.npz", options.fit),
             outliers={"Gaussian noise": noise, **outliers},
-            adversarial=[{"name": "fgsm", "eps": LEVELS}, {"name": "bim", "eps": LEVELS, "steps": 10}],
+            adversarial=[]
+            if options.no_attacks
+            else [{"name": "fgsm", "eps": LEVELS}, {"name": "bim", "eps": LEVELS, "steps": 10}],
             purify={"detectors": ["GMM-1000"], **({"step": options.steps} if options.steps else {})},
             repeats=options.repeats,
             batch_size=1000,
