@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/overhead.py [OUT] [--rounds 15] [--steps 20] [--batch 64] [--device cpu]
 
 Networks with random weights on 32×32×3 noise, so no data is needed; a library that is not installed is left out. In
-every round all take their turn, in changing order, and the table has the medians over the rounds of each one's time
-divided by the minimal loop's of the same round. OUT, where given, is a JSON file of the same.
+every round all take their turn, in an order drawn anew, and the table has the medians over the rounds of each one's
+time divided by the minimal loop's of the same round. OUT, where given, is a JSON file of the same.
 
 Memory that was freed stays with the process (glibc's MALLOC_TRIM_THRESHOLD_ and MALLOC_MMAP_THRESHOLD_ are set): else a
 third of the conv net's time goes into fetching the same pages again and again, more or less of it for anyone by chance.
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import statistics
 import sys
 import time
@@ -119,8 +120,7 @@ def compare(network: str, rounds: int, steps: int, batch: int, device: str) -> T
         attack(model, images, labels, steps)
     names, taken = list(attacks), {name: list[tuple[float, float]]() for name in attacks}
     for number in range(rounds):
-        turn = number % len(names)
-        for name in names[turn:] + names[:turn]:
+        for name in random.Random(number).sample(names, len(names)):
             attack = attacks[name]
             taken[name].append(seconds_of(lambda attack=attack: attack(model, images, labels, steps), device))
     return {

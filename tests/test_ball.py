@@ -141,6 +141,40 @@ def test_a_sample_is_projected_the_same_whoever_else_is_there(ball: Ball) -> Non
     assert torch.equal(together, alone)
 
 
+class Upwards(Linf):
+    """A ball of which only the half above the centre is allowed."""
+
+    def project(self, x: Tensor, centre: Tensor) -> Tensor:
+        return super().project(torch.maximum(x, centre), centre)
+
+
+@settings(deadline=None, max_examples=60)
+@given(balls_and_points())
+def test_projections_onto_one_centre_are_projections(case: tuple[Ball, Tensor, Tensor, Tensor]) -> None:
+    ball, centre, x, y = case
+    for own in (ball, Upwards(ball.eps, ball.box)):
+        project = own.projection(centre)
+        for points in (x, y, x.float().double()):
+            assert torch.equal(project(points), own.project(points, centre))
+
+
+def test_another_projection_put_in_the_place_of_a_balls_own_is_the_one_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Linf, "project", lambda self, x, centre: x + 7)
+    assert torch.equal(Linf(0.1).projection(torch.zeros(1, 2))(torch.zeros(1, 2)), torch.full((1, 2), 7.0))
+
+
+@pytest.mark.parametrize("box", [(0.0, 1.0), (-2.0, 0.5)])
+def test_the_l2_projection_ends_early_only_where_more_would_change_nothing(
+    box: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    centre = box[0] + (box[1] - box[0]) * torch.rand(64, 1, 6, 6, generator=generator).round(decimals=1)
+    x = centre + torch.randn(centre.shape, generator=generator) * torch.logspace(-2, 2, 64).view(-1, 1, 1, 1)
+    early = [L2(eps, box).project(x, centre) for eps in (0.1, 1.0, 5.0)]
+    monkeypatch.setattr("gatecrash.ball.waits", lambda tensor: True)
+    assert all(torch.equal(p, L2(eps, box).project(x, centre)) for eps, p in zip((0.1, 1.0, 5.0), early, strict=True))
+
+
 def test_what_is_not_a_number_is_nowhere() -> None:
     x = torch.full((2, 1, 2, 2), 0.5)
     broken = x.clone()

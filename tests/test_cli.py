@@ -1,6 +1,7 @@
 """The command line as a user meets it: output, JSON, and one line with exit code 2 for every mistake."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -13,8 +14,10 @@ from PIL import Image
 from small_plan import small_plan, write_small_plan
 
 from gatecrash import cli
+from gatecrash.bundle import Check
 from gatecrash.data import SOURCES
 from gatecrash.detectors import DETECTORS
+from gatecrash.printing import print_checks, strict_objection
 
 
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str, str]:
@@ -176,7 +179,7 @@ def test_a_full_disk_is_one_line(gatecrash, monkeypatch: pytest.MonkeyPatch) -> 
     write_small_plan(Path("plan.yaml"), detectors=["msp"])
     monkeypatch.setattr(sys.modules["gatecrash.audit.work"], "save_file", full)
     code, _, err = gatecrash("audit", "plan.yaml", "--device", "cpu")
-    assert (code, err) == (2, "gatecrash: No space left on device (runs/plan/work/x)\n")
+    assert code == 2 and re.fullmatch(r"gatecrash: No space left on device \(runs/plan/work/\S+\)\n", err)
 
 
 def test_ctrl_c_keeps_what_was_done(tmp_path: Path) -> None:
@@ -199,3 +202,59 @@ def test_ctrl_c_keeps_what_was_done(tmp_path: Path) -> None:
     assert process.returncode == 130
     assert err == "gatecrash: interrupted; what was finished is kept, and --resume goes on from there\n"
     assert list(work.glob("[!.]*.safetensors"))
+
+
+def checked(name: str, status: str, sentence: str) -> Check:
+    """A check as a bundle has it."""
+    return {"name": name, "status": status, "sentence": sentence}  # type: ignore[typeddict-item]
+
+
+SMALL = "Not run, too costly beside this small audit: it may take 80 network passes, and 3 are left of the 10."
+
+
+def test_what_failed_and_what_warns_has_a_line_each_and_what_was_not_run_one_in_all(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    print_checks(
+        [
+            checked("leakage", "pass", "0 of 3 are among the others."),
+            checked("planted", "warn", SMALL),
+            checked("both_sides", "fail", "no attack on side in."),
+            checked("steps_suffice", "warn", SMALL),
+            checked("pixel_budget", "warn", "Not run, the plan has no attack."),
+            checked("deterministic", "warn", "it is nearly so."),
+        ]
+    )
+    assert capsys.readouterr().out.splitlines() == [
+        "check both_sides failed: no attack on side in.",
+        "check deterministic warns: it is nearly so.",
+        "2 checks not run, too costly beside this small audit: planted, steps_suffice",
+        "1 check not run, the plan has no attack: pixel_budget",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("status", "sentence", "objection"),
+    [
+        ("pass", "all is well.", None),
+        ("warn", "it is nearly so.", None),
+        ("warn", "Not run, the plan has no attack.", None),
+        ("fail", "it is not so.", "1 check failed"),
+        ("warn", SMALL, "1 check could not be run, and what is not checked has not passed; audit more images, "),
+    ],
+)
+def test_strict_means_that_what_failed_or_could_not_be_looked_at_does_not_stand(
+    status: str, sentence: str, objection: str | None
+) -> None:
+    said = strict_objection([checked("leakage", "pass", "fine."), checked("planted", status, sentence)])
+    assert said is None if objection is None else (said or "").startswith(objection)
+
+
+def test_a_small_audit_says_what_it_did_not_check_and_is_no_success_under_strict(gatecrash, tmp_path: Path) -> None:
+    few = {"inliers": {"source": "fashion:test", "limit": 6}, "outliers": {"noise": {"source": "noise", "limit": 6}}}
+    attack = {"name": "admit", "side": "both", "ball": {"norm": "linf", "eps": "4/255"}, "steps": 3}
+    plan = str(write_small_plan(tmp_path / "p.yaml", data=few, detectors=["msp"], attacks=[attack], pictures=[]))
+    code, out, err = gatecrash("audit", plan, "--out", "run", "--device", "cpu", "--strict")
+    assert code == 1
+    assert "checks not run, too costly beside this small audit: gradient_flows, " in out
+    assert re.fullmatch(r"gatecrash: --strict: \d+ checks could not be run, and what is not checked .*\n", err)

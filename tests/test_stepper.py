@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gatecrash import L2, Adamax, Apgd, Langevin, Linf, Normalised, Sign, search
 from gatecrash.protocols import Walk
-from gatecrash.stepper import SCHEDULES, STEPPERS, checkpoints, scheduled
+from gatecrash.stepper import SCHEDULES, STEPPERS, checkpoints, choose, scheduled
 
 
 def walk_at(step: int, steps: int) -> Walk:
@@ -136,3 +136,16 @@ def test_unknown_schedules_and_negative_noise_are_refused() -> None:
         Adamax(schedule="cosin")
     with pytest.raises(ValueError, match="noise must not be negative"):
         Langevin(noise=-1.0)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 4, 7, 8])
+def test_samples_are_chosen_whole_and_as_they_are(count: int) -> None:
+    first, second = torch.rand(2, 8, 1, 2, 2).unbind()
+    first[::2, 0, 0, 0], second[::3, 0, 1, 1] = torch.nan, torch.inf
+    mask = torch.randperm(8, generator=torch.Generator().manual_seed(0)) < count
+    before = first.clone(), second.clone()
+    chosen = choose(mask, first, second)
+    for row, taken in enumerate(mask.tolist()):
+        torch.testing.assert_close(chosen[row], (first if taken else second)[row], rtol=0, atol=0, equal_nan=True)
+    for tensor, copy in zip((first, second), before, strict=True):
+        torch.testing.assert_close(tensor, copy, rtol=0, atol=0, equal_nan=True)

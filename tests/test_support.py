@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors import SafetensorError
 
 from gatecrash import progress as bars
 from gatecrash.files import replacing, write_text
@@ -103,6 +104,24 @@ def test_nothing_is_left_over_when_the_place_cannot_be_taken(tmp_path: Path) -> 
     with pytest.raises(OSError, match="folder"), replacing(taken) as draft:
         draft.write_text("new")
     assert list(tmp_path.iterdir()) == [taken]
+
+
+@pytest.mark.parametrize(
+    ("error", "number", "said"),
+    [
+        (OSError(28, "No space left on device"), 28, "No space left on device"),
+        (SafetensorError("Error while serializing: I/O error: … (os error 28)"), 28, "No space left on device"),
+        (SafetensorError("another\nmistake"), 5, "another mistake"),
+    ],
+)
+def test_what_cannot_be_written_is_an_error_of_the_system_that_names_the_file(
+    tmp_path: Path, error: Exception, number: int, said: str
+) -> None:
+    path = tmp_path / "weights.safetensors"
+    with pytest.raises(OSError, match=said) as caught, replacing(path):
+        raise error
+    assert (caught.value.errno, caught.value.strerror, caught.value.filename) == (number, said, str(path))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_two_writers_of_one_file_do_not_meet(tmp_path: Path) -> None:
@@ -218,6 +237,21 @@ def test_a_bar_is_taken_away_and_the_terminal_given_back(terminal: Terminal) -> 
         assert sys.stderr is terminal
     assert terminal.text.count("\x1b[?25h") == terminal.displays == 1  # the cursor is back
     assert terminal.text.endswith("\x1b[1A\x1b[2K")  # up one line, and that line wiped
+
+
+@pytest.mark.parametrize("columns", [50, 80, 200])
+def test_a_long_note_gives_way_to_the_bar_the_count_and_the_time_left(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    note = "2/6 loss 3.57, accuracy 0.412, attack success 0.25, outlier attack gain 0.0312, loss in 2.3, loss out 2.41"
+    with redirect_stderr(terminal), progress("aloe", 2820) as bar:
+        bar.advance(47, note)
+    lines = re.split(r"[\r\n]+", terminal.text.replace("\x1b[2K", ""))
+    (line,) = {line.rstrip() for line in lines if "aloe 2/6 l" in line}
+    assert line.startswith("aloe 2/6 l") and len(line) <= columns
+    assert re.search(r" ━{20} +47/2820 -:--:--$", line)
+    assert ("…" in line) == (columns < 200)
 
 
 def test_nested_bars_share_one_display(terminal: Terminal) -> None:

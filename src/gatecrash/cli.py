@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from io import TextIOWrapper
 from pathlib import Path
@@ -30,14 +31,22 @@ from gatecrash.audit import (
 from gatecrash.audit.manifest import versions
 from gatecrash.audit.models import load_model
 from gatecrash.audit.plan import sentence
-from gatecrash.bundle import Bundle
+from gatecrash.bundle import Bundle, Check
 from gatecrash.data import describe_sources
 from gatecrash.detectors import DETECTORS
 from gatecrash.dimensions import dims_rows
 from gatecrash.harden import EXAMPLES as HARDENINGS
 from gatecrash.harden import example_text as example_hardening
 from gatecrash.harden import first_process, harden_plan, listed_methods
-from gatecrash.printing import print_hardening, print_line, print_listing, print_results, print_triage, wide_console
+from gatecrash.printing import (
+    print_hardening,
+    print_line,
+    print_listing,
+    print_results,
+    print_triage,
+    strict_objection,
+    wide_console,
+)
 from gatecrash.triage import EXAMPLES as TRIAGES
 from gatecrash.triage import example_text as example_triage
 from gatecrash.triage import triage_plan
@@ -60,6 +69,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a tabl
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
 Trust = Annotated[bool, typer.Option("--trust", help="Let a model named module:function run its code.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with a run that was interrupted.")]
+Strict = Annotated[bool, typer.Option("--strict", help="Exit with 1 when a check fails or could not be run.")]
 Seed = Annotated[int, typer.Option(min=0, max=2**62, help="Determines every random number.")]
 
 
@@ -119,7 +129,7 @@ def audit_command(
     resume: Resume = False,
     device: Device = "auto",
     trust: Trust = False,
-    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 when a check of the result fails.")] = False,
+    strict: Strict = False,
     example: Annotated[str | None, typer.Option(help=f"Print an example plan: {', '.join(EXAMPLES)}.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -134,8 +144,7 @@ def audit_command(
     folder = out or Path("runs") / plan.stem
     results = audit_plan(plan, out=folder, resume=resume, device=device, trust=trust)
     print_results(results, Bundle(folder), as_json)
-    if strict and any(check["status"] == "fail" for check in results["checks"]):
-        raise typer.Exit(1)
+    insist(strict, results["checks"])
 
 
 @app.command("triage")
@@ -145,7 +154,7 @@ def triage_command(
     resume: Resume = False,
     device: Device = "auto",
     trust: Trust = False,
-    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 when a check of the result fails.")] = False,
+    strict: Strict = False,
     example: Annotated[str | None, typer.Option(help=f"Print an example plan: {', '.join(TRIAGES)}.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -160,8 +169,7 @@ def triage_command(
     folder = out or Path("runs") / plan.stem
     results = triage_plan(plan, out=folder, resume=resume, device=device, trust=trust)
     print_triage(results, Bundle(folder), as_json)
-    if strict and any(check["status"] == "fail" for check in results["checks"]):
-        raise typer.Exit(1)
+    insist(strict, results["checks"])
 
 
 @app.command("harden")
@@ -291,6 +299,14 @@ def doctor_command(as_json: Json = False) -> None:
     print_line("data      " + ", ".join(f"{name} ({count})" for name, count in findings["data"].items()))
     print_line("by path   " + ", ".join(findings["needs_files"]))
     print_line("missing   " + ("; ".join(findings["missing"]) or "nothing"))
+
+
+def insist(strict: bool, checks: Sequence[Check]) -> None:
+    """Exit with 1, and a line on standard error, where a strict user must not take the result for checked."""
+    objection = strict_objection(checks) if strict else None
+    if objection is not None:
+        print_line(f"gatecrash: --strict: {objection}", sys.stderr)
+        raise typer.Exit(1)
 
 
 def detector_entry(name: str) -> dict[str, Any]:

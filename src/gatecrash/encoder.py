@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from gatecrash import prepared
 from gatecrash.images import check_form, resized
+from gatecrash.networks.checkpointing import blocks_of, checkpointed
 from gatecrash.protocols import Latent
 from gatecrash.taps import evaluating as evaluating
 from gatecrash.taps import first_tensor as first_tensor
@@ -48,9 +48,12 @@ class Encoder(nn.Module):
         size: the side (or height and width) the network wants; images are resized, differentiably, inside.
         pool: what becomes of tapped maps (B, C, H, W) and tokens (B, T, D): "mean" over places, "flatten", or None.
             Maps with their channels last, as Swin has them inside, need "flatten" or None.
+        checkpointing: a gradient needs less memory and a forward pass more: the blocks of a transformer store their
+            inputs only, and compute the rest again on the way back. The network then runs as it is at every pace.
 
     Raises:
-        ValueError: a layer does not exist; images do not fit the network, mean and std, or are not on its device.
+        ValueError: a layer does not exist; images do not fit the network, mean and std, or are not on its device;
+            a network without a chain of equal blocks is to be checkpointed.
     """
 
     mean: Tensor | None
@@ -64,6 +67,7 @@ class Encoder(nn.Module):
         std: Sequence[float] | None = None,
         size: int | tuple[int, int] | None = None,
         pool: Pool = "mean",
+        checkpointing: bool = False,
     ) -> None:
         super().__init__()
         if not isinstance(model, nn.Module):
@@ -78,11 +82,14 @@ class Encoder(nn.Module):
             raise ValueError(f"layer must be a name, several names, or None for the network's output, got {layer!r}")
         self.size = check_size(size)
         self.pool = pool
+        self.checkpointing = checkpointing
+        self._blocks = blocks_of(model) if checkpointing else ()
         self.register_buffer("mean", channels(mean, "mean"), persistent=False)
         self.register_buffer("std", channels(std, "std"), persistent=False)
         if std is not None and min(std) <= 0:
             raise ValueError(f"std must be positive in every channel, got {tuple(std)}")
         self._taps = self._find(self.layers)
+        self._names = tuple(dict.fromkeys(self.layers or (None,)))
 
     @property
     def layers(self) -> tuple[str | None, ...]:
@@ -103,7 +110,7 @@ class Encoder(nn.Module):
     def at(self, layer: str | Sequence[str | None] | None, pool: Pool | Literal["same"] = "same") -> Encoder:
         """The same network, normalisation and size, tapped elsewhere."""
         pool = self.pool if pool == "same" else pool
-        return Encoder(self.model, layer, flat(self.mean), flat(self.std), self.size, pool)
+        return Encoder(self.model, layer, flat(self.mean), flat(self.std), self.size, pool, self.checkpointing)
 
     def train(self, mode: bool = True) -> Encoder:
         """Leaves the wrapped network's mode alone: that is its owner's to set."""
@@ -112,41 +119,44 @@ class Encoder(nn.Module):
 
     def forward(self, x: Tensor) -> Latent:
         """The latent of a batch of images (B, C, H, W): one tensor, or a tuple with one per tapped layer."""
-        names = tuple(dict.fromkeys(self.layers or (None,)))
         inputs = self._inputs(check_form(x))
-        outputs = prepared.run(self.model, self._taps, names, inputs, partial(self._outputs, names))
-        return self.pick(dict(zip(names, outputs, strict=True)).__getitem__)
+        if self.checkpointing:
+            with checkpointed(self._blocks):
+                outputs = self._outputs(inputs)
+        else:
+            outputs = prepared.run(self.model, self._taps, self._names, inputs, self._outputs)
+        return self.pick(dict(zip(self._names, outputs, strict=True)).__getitem__)
 
-    def _outputs(self, names: Sequence[str | None], inputs: Tensor) -> tuple[Tensor, ...]:
-        """The outputs of some layers, None for the network, as the network itself gives them."""
+    def _outputs(self, inputs: Tensor) -> tuple[Tensor, ...]:
+        """The outputs of the tapped layers, each once, as the network itself gives them."""
         with evaluating(self.model), recording(self._taps) as outputs:
             output = self._run(inputs)
         own = type(self.model).__name__
-        return tuple(first_tensor(output, own) if name is None else self._output_of(name, outputs) for name in names)
+        return tuple(
+            [first_tensor(output, own) if name is None else self._output_of(name, outputs) for name in self._names]
+        )
 
     def pick(self, output_of: Callable[[str | None], Any]) -> Latent:
         """The latent from the outputs of the tapped layers, as `output_of` gives them by name, None for the network."""
-        latents = tuple(self._latent(name, output_of(name)) for name in self.layers or (None,))
-        return latents if isinstance(self.layer, tuple) else latents[0]
+        if isinstance(self.layer, tuple):
+            return tuple(self._latent(name, output_of(name)) for name in self.layer)
+        return self._latent(self.layer, output_of(self.layer))
 
     def _latent(self, name: str | None, output: Any) -> Tensor:
         z = upcast(first_tensor(output, name or type(self.model).__name__))
         return z if name is None else pooled(z, self.pool)
 
     def _inputs(self, images: Tensor) -> Tensor:
-        x, device = images, self.device
-        if device is not None and device != x.device:
-            raise ValueError(f"the images are on {x.device}, the network on {device}; move one: x.to({str(device)!r})")
-        for name, tensor in (("mean", self.mean), ("std", self.std)):
-            if tensor is not None and tensor.shape[1] not in (1, x.shape[1]):
-                raise ValueError(f"{name} has {tensor.shape[1]} channels, the images have {x.shape[1]}")
-        if self.size is not None:
-            x = resized(x, self.size)
-        if self.mean is not None:
-            x = x - self.mean.to(x)
-        if self.std is not None:
-            x = x / self.std.to(x)
         parameter = next((p for p in self.model.parameters() if p.is_floating_point()), None)
+        device = self.device if parameter is None else parameter.device
+        if device is not None and device != images.device:
+            where = f"the images are on {images.device}, the network on {device}"
+            raise ValueError(f"{where}; move one: x.to({str(device)!r})")
+        x = images if self.size is None else resized(images, self.size)
+        if self.mean is not None:
+            x = x - per_channel(self.mean, x, "mean")
+        if self.std is not None:
+            x = x / per_channel(self.std, x, "std")
         x = x if parameter is None else x.to(parameter.dtype)
         # A network may write into its input (x -= 0.5), and the images are the caller's.
         return x.clone() if x is images else x
@@ -205,6 +215,13 @@ def channels(values: Sequence[float] | None, name: str) -> Tensor | None:
         raise ValueError(f"{name} must be one finite number per channel, got {values!r}")
     with torch.inference_mode(False):
         return tensor.float().view(1, -1, 1, 1)
+
+
+def per_channel(values: Tensor, x: Tensor, name: str) -> Tensor:
+    """What `channels` made, in the images' dtype, when there is one value for each of their channels."""
+    if values.shape[1] not in (1, x.shape[1]):
+        raise ValueError(f"{name} has {values.shape[1]} channels, the images have {x.shape[1]}")
+    return values.to(x)
 
 
 def check_size(size: int | tuple[int, int] | None) -> int | tuple[int, int] | None:

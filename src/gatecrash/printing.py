@@ -11,6 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from gatecrash.audit.checks import TOO_SMALL, not_run
+from gatecrash.audit.checks.registry import counted
 from gatecrash.bundle import Bundle, Check, PurifiedRow, Results, Row, TriageResults, TriageRow
 from gatecrash.harden import HardenResults
 
@@ -39,7 +41,7 @@ def print_results(results: Results, bundle: Bundle, as_json: bool) -> None:
     wide_console().print(table)
     for line in collision_lines(results["rows"]):
         print_line(line)
-    print_failures(results["checks"])
+    print_checks(results["checks"])
     print_line(f"report: {bundle.report}")
 
 
@@ -48,11 +50,31 @@ def proven(row: Row) -> str:
     return f" ≥ {row['certified_auroc']:.3f}" if "certified_auroc" in row else ""
 
 
-def print_failures(checks: Sequence[Check]) -> None:
-    """The checks that failed."""
+def print_checks(checks: Sequence[Check]) -> None:
+    """The checks that failed or warn, a line each, and in one line those that were not run."""
+    skipped = {check["name"]: reason for check in checks if (reason := not_run(check)) is not None}
     for check in checks:
-        if check["status"] == "fail":
-            print_line(f"check {check['name']} failed: {check['sentence']}")
+        if check["status"] != "pass" and check["name"] not in skipped:
+            print_line(
+                f"check {check['name']} {'failed' if check['status'] == 'fail' else 'warns'}: {check['sentence']}"
+            )
+    for reason in dict.fromkeys(skipped.values()):
+        names = [name for name, why in skipped.items() if why == reason]
+        print_line(f"{counted(len(names), 'check')} not run, {reason}: {', '.join(names)}")
+
+
+def strict_objection(checks: Sequence[Check]) -> str | None:
+    """Why a result does not stand under --strict: a check failed, or one that applies could not be run."""
+    failed = [check["name"] for check in checks if check["status"] == "fail"]
+    unmade = [check["name"] for check in checks if not_run(check) == TOO_SMALL]
+    if failed:
+        return f"{counted(len(failed), 'check')} failed"
+    if unmade:
+        return (
+            f"{counted(len(unmade), 'check')} could not be run, and what is not checked has not passed; "
+            "audit more images, or with more steps"
+        )
+    return None
 
 
 def print_triage(results: TriageResults, bundle: Bundle, as_json: bool) -> None:
@@ -72,7 +94,7 @@ def print_triage(results: TriageResults, bundle: Bundle, as_json: bool) -> None:
         wide_console().print(purified_table(results["purified"]))
     accuracy = ", ".join(f"{name} {value:.4f}" for name, value in results["accuracy"].items())
     print_line(f"accuracy of the classifier: {accuracy}")
-    print_failures(results["checks"])
+    print_checks(results["checks"])
     print_line(f"report: {bundle.report}")
 
 
@@ -165,6 +187,8 @@ def print_hardening(results: HardenResults, folder: Path, as_json: bool) -> None
             f"{row['detection_error']:.3f} → {row['attacked_detection_error']:.3f}",
         )
     wide_console().print(table)
+    if results["plain"] is None:
+        print_line("ce among the methods gives the plain model to compare with")
     for name, place in results["bundles"].items():
         print_line(f"{name}: model bundle:{folder / place}")
 

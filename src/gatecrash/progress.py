@@ -11,11 +11,15 @@ from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 T = TypeVar("T")
 
 PATIENCE = 2.0
 """Seconds before a bar appears, so that short work stays quiet."""
+
+BAR = 20
+"""Signs that a bar has."""
 
 _shown: ContextVar[Progress | None] = ContextVar("gatecrash_progress", default=None)
 
@@ -52,18 +56,20 @@ class Bar:
         self._display = None
 
     def _is_due(self) -> bool:
-        return sys.stderr.isatty() and time.monotonic() - self._began > PATIENCE
+        return time.monotonic() - self._began > PATIENCE and sys.stderr.isatty()
 
     def _show(self) -> None:
         outer = _shown.get()
         self._owned = outer is None
         self._display = outer or Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
+            # It takes the room that bar, count and time left do not need, so these are whole on a narrow terminal too.
+            TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, ratio=1)),
+            BarColumn(BAR),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
             console=Console(stderr=True),
             transient=True,
+            expand=True,
             redirect_stdout=sys.stdout.isatty(),  # else what a script prints would leave its pipe or file
         )
         if self._owned:

@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import Literal, TypedDict, get_args
 
 import torch
 from torch import Tensor
 
-from gatecrash.ball import L2, Ball, distance
+from gatecrash.ball import L2, Ball, waits
 from gatecrash.found import Found, Trajectory, joined
 from gatecrash.images import check_images
-from gatecrash.objective import name_of
+from gatecrash.play import Run, Settings, check_start_value, evaluate, run_from, still
 from gatecrash.progress import Bar, progress
-from gatecrash.protocols import Objective, State, Stepper, Walk
-from gatecrash.speed import Pace, at_pace
-from gatecrash.stepper import choose, waits
+from gatecrash.protocols import Objective, Stepper
+from gatecrash.stepper import choose
 
 Precision = Literal["auto", "float32", "mixed"]
 
 LOOK_EVERY = 10
 """Steps from one look at who is done to the next, where a look makes the host wait for the device."""
-
-FAR = 0.7
-"""The share of a mixed run, at its beginning, that is evaluated in half precision."""
 
 FINEST = 0.01
 """The change of a pixel from which on half precision, which rounds it to 1/256 and worse, is of use."""
@@ -98,7 +92,7 @@ def search(
         mixed = chosen or precision == "mixed"
         half = precision == "mixed" or (chosen and change_per_pixel(ball, start) >= FINEST)
         every = LOOK_EVERY if mixed or waits(start) else 1
-        settings = _Settings(objective, ball, stepper, steps, restarts, keep, record, random_start, mixed, half, every)
+        settings = Settings(objective, ball, stepper, steps, restarts, keep, record, random_start, mixed, half, every)
         parts = start.split(batch_size or len(start))
         sources = generators_for(generator, start.device, len(parts))
         offset, found = 0, []
@@ -113,46 +107,8 @@ def search(
         return joined(found)
 
 
-@dataclass(frozen=True)
-class _Settings:
-    """What is the same for every run of one search."""
-
-    objective: Objective
-    ball: Ball
-    stepper: Stepper
-    steps: int
-    restarts: int
-    keep: str
-    record: bool
-    random_start: bool
-    mixed: bool
-    half: bool
-    look_every: int
-
-    @property
-    def far(self) -> int:
-        """The steps of a run that are evaluated in half precision."""
-        return int(FAR * self.steps) if self.half else 0
-
-    def pace(self, step: int) -> Pace:
-        """The pace at which a step is evaluated."""
-        return "plain" if not self.mixed else "half" if step < self.far else "prepared"
-
-
-@dataclass
-class _Run:
-    """What one run, from one starting point, came to."""
-
-    x: Tensor
-    value: Tensor
-    start_value: Tensor | None
-    steps: Tensor
-    evaluations: Tensor
-    trajectory: Trajectory | None
-
-
 def _climb(
-    settings: _Settings,
+    settings: Settings,
     start: Tensor,
     first: Tensor | None,
     rows: Tensor,
@@ -173,7 +129,7 @@ def _climb(
 
 
 def _search(
-    settings: _Settings,
+    settings: Settings,
     start: Tensor,
     first: Tensor | None,
     rows: Tensor,
@@ -200,7 +156,7 @@ def _search(
         elif number > 0 or settings.random_start:
             uniform = torch.rand(start.shape, generator=generator, device=generator.device, dtype=start.dtype)
             point = settings.ball.random_start(start, uniform.to(start.device))
-        run = _walk(settings, point, start, start_value, rows, left, limit, generator, bar)
+        run = run_from(settings, point, start, start_value, rows, left, limit, generator, bar)
         start_value = run.start_value
         best = run if best is None else _better(best, run, anew=settings.keep == "last")
     if best is None or start_value is None:
@@ -212,257 +168,20 @@ def _search(
     return Found(best.x, best.value, start, start_value, success, best.steps, best.evaluations, best.trajectory)
 
 
-def _at_start(settings: _Settings, start: Tensor, rows: Tensor) -> _Run:
+def _at_start(settings: Settings, start: Tensor, rows: Tensor) -> Run:
     """The run that goes nowhere."""
-    value, _ = _evaluate(settings, start, rows)
+    value, _ = evaluate(settings, start, rows)
     check_start_value(settings.objective, value, rows)
-    trajectory = _still(value, settings.steps) if settings.record else None
-    return _Run(start.clone(), value, value, torch.zeros_like(rows), torch.ones_like(rows), trajectory)
+    trajectory = still(value, settings.steps) if settings.record else None
+    return Run(start.clone(), value, value, torch.zeros_like(rows), torch.ones_like(rows), trajectory)
 
 
-def _unfinished(best: _Run | None, limit: Tensor | None) -> Tensor | None:
+def _unfinished(best: Run | None, limit: Tensor | None) -> Tensor | None:
     """The samples that still want a run; None for all of them."""
     return None if best is None or limit is None else (best.value > limit).nonzero().flatten()
 
 
-@dataclass
-class _Play:
-    """The samples of a run that are still in play, and what each of them would return if the run ended here."""
-
-    at: slice | Tensor
-    """Their places in the batch."""
-    rows: Tensor
-    centre: Tensor
-    limit: Tensor | None
-    x: Tensor
-    value: Tensor
-    steps: Tensor
-    evaluations: Tensor
-    going: Tensor | None = None
-    """(B,), False for those that reached their stop and change no more; None where nobody is held: without a stop, and
-    in mixed precision, where it takes a plain evaluation to be done."""
-
-    @property
-    def count(self) -> Tensor | int:
-        """What a step or an evaluation adds for every sample."""
-        return 1 if self.going is None else self.going
-
-    def take(self, x: Tensor, value: Tensor, keep: str) -> None:
-        """Keep a point where it is better than the one before, or with "last" always."""
-        if keep == "last" and self.going is None:
-            self.x, self.value = x, value
-            return
-        taken = value < self.value if keep == "best" else torch.ones_like(value, dtype=torch.bool)
-        if self.going is not None:
-            taken = taken & self.going
-        self.x = choose(taken, x, self.x)
-        self.value = torch.where(taken, value, self.value)
-
-    def freeze(self) -> None:
-        """Let those that reached their stop change no more."""
-        if self.going is not None and self.limit is not None:
-            self.going = self.going & (self.value > self.limit)
-
-    def only(self, going: Tensor) -> _Play:
-        """The same with some of the samples."""
-        return _Play(
-            at=going if isinstance(self.at, slice) else self.at[going],
-            rows=self.rows[going],
-            centre=self.centre[going],
-            limit=None if self.limit is None else self.limit[going],
-            x=self.x[going],
-            value=self.value[going],
-            steps=self.steps[going],
-            evaluations=self.evaluations[going],
-            going=None if self.going is None else self.going[going],
-        )
-
-
-def _walk(
-    settings: _Settings,
-    point: Tensor,
-    start: Tensor,
-    start_value: Tensor | None,
-    rows: Tensor,
-    left: Tensor | None,
-    limit: Tensor | None,
-    generator: torch.Generator,
-    bar: Bar,
-) -> _Run:
-    """One run from `point` for the samples `left`; what it returns holds all samples, the others at their start.
-
-    Where `start_value` is None, `point` is the start, and the first evaluation finds it.
-    """
-    held, play = _begin(settings, start, start_value, rows, left, limit)
-    x = point[play.at]
-    state: State = {}
-    drawn: dict[int, Tensor] = {}  # the generator's state before the numbers of every step since the last look
-
-    def draw(kind: Callable[..., Tensor]) -> Tensor:
-        if limit is not None and settings.look_every > 1:
-            drawn.setdefault(step, generator.get_state())
-        full = kind(start.shape, generator=generator, device=generator.device, dtype=start.dtype)
-        return full.to(start.device)[play.at]
-
-    def evaluate(points: Tensor) -> Tensor:
-        play.evaluations += play.count
-        return _evaluate(settings, points, play.rows, settings.pace(step))[0]
-
-    for step in range(settings.steps + 1):
-        last = step == settings.steps
-        if 0 < step == settings.far:
-            _restate(play, state, evaluate(play.x))
-        with_gradient = settings.stepper.needs_gradient and not last
-        value, gradient = _evaluate(settings, x, play.rows, settings.pace(step), with_gradient)
-        if held.start_value is None:
-            check_start_value(settings.objective, value, rows)
-            held.start_value = value
-        play.evaluations += play.count
-        play.take(x, value, settings.keep)
-        if held.trajectory is not None:
-            _record(held.trajectory, step, play)
-        bar.advance()
-        if last:
-            break
-        walk = Walk(
-            x=x,
-            value=value,
-            gradient=gradient,
-            centre=play.centre,
-            ball=settings.ball,
-            step=step,
-            steps=settings.steps,
-            normal=partial(draw, torch.randn),
-            uniform=partial(draw, torch.rand),
-            evaluate=evaluate,
-        )
-        if step == 0:
-            state = settings.stepper.begin(walk)
-        play.freeze()
-        if play.limit is not None and step % settings.look_every == 0:
-            going = _going(settings, play, play.limit, held.start_value[play.at]).nonzero().flatten()
-            if len(going) < len(x):
-                _settle(held, play, step)
-            if len(going) == 0:
-                _rewind(generator, drawn, int(play.steps.max()))
-                bar.advance(settings.steps - step)
-                return held
-            if len(going) < len(x):
-                walk, state = _compacted(walk, state, going)
-                play = play.only(going)
-            drawn.clear()
-        x = settings.ball.project(settings.stepper.move(walk, state), play.centre).detach()
-        play.steps += play.count
-    if settings.mixed:
-        play.value, _ = _evaluate(settings, play.x, play.rows)
-        play.evaluations += 1
-    _settle(held, play, settings.steps)
-    return held
-
-
-def _begin(
-    settings: _Settings,
-    start: Tensor,
-    start_value: Tensor | None,
-    rows: Tensor,
-    left: Tensor | None,
-    limit: Tensor | None,
-) -> tuple[_Run, _Play]:
-    """A run before its first step: all samples at their start, and those `left` in play."""
-    unknown = start.new_full((len(start),), torch.inf)
-    value = unknown if start_value is None else start_value
-    still = start.new_zeros(len(start)) if start_value is None else start_value
-    at: slice | Tensor = slice(None) if left is None else left
-    held = _Run(
-        x=start.clone(),
-        value=value.clone(),
-        start_value=start_value,
-        steps=torch.zeros_like(rows),
-        evaluations=torch.zeros_like(rows),
-        trajectory=_still(still, settings.steps) if settings.record else None,
-    )
-    play = _Play(
-        at=at,
-        rows=rows[at],
-        centre=start[at],
-        limit=None if limit is None else limit[at],
-        x=held.x[at],
-        value=(unknown if settings.mixed else value)[at],  # a pace's values are compared with its own only
-        steps=torch.zeros_like(rows[at]),
-        evaluations=torch.zeros_like(rows[at]),
-        going=None if limit is None or settings.mixed else torch.ones_like(rows[at], dtype=torch.bool),
-    )
-    return held, play
-
-
-def _going(settings: _Settings, play: _Play, limit: Tensor, start_value: Tensor) -> Tensor:
-    """Who is not done, (B,). In mixed precision whoever seems to be is evaluated plainly, and stays if it is not."""
-    if play.going is not None:
-        return play.going
-    going = (play.value > limit) & (start_value > limit)
-    seem = (~going).nonzero().flatten()
-    if len(seem):
-        value, _ = _evaluate(settings, play.x[seem], play.rows[seem])
-        play.evaluations[seem] += 1
-        going[seem] = value > limit[seem]
-        play.value[seem] = torch.where(going[seem], play.value[seem], value)
-    return going
-
-
-def _restate(play: _Play, state: State, value: Tensor) -> None:
-    """Give the points held the values they have at another pace, and shift those in the stepper's state as far."""
-    shift = (value - play.value).nan_to_num(0, 0, 0)
-    play.value = value
-    for name in state:
-        if name.endswith("value"):
-            state[name] = state[name] + shift
-
-
-def _settle(held: _Run, play: _Play, step: int) -> None:
-    """Write what the samples in play have come to, for the rows of the trajectory still to come too."""
-    held.x[play.at], held.value[play.at] = play.x, play.value
-    held.steps[play.at], held.evaluations[play.at] = play.steps, play.evaluations
-    if held.trajectory is not None:
-        _record(held.trajectory, slice(step, None), play)
-
-
-def _rewind(generator: torch.Generator, drawn: dict[int, Tensor], steps: int) -> None:
-    """Take back the random numbers drawn after so many steps: all were done by then, and nobody had looked."""
-    late = [step for step in drawn if step >= steps]
-    if late:
-        generator.set_state(drawn[min(late)])
-
-
-def _evaluate(
-    settings: _Settings, x: Tensor, rows: Tensor, pace: Pace = "plain", with_gradient: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """The objective at x and, where asked for, its gradient; no parameter gets a `.grad`."""
-    with at_pace(pace):
-        if not with_gradient:
-            with torch.no_grad():
-                return settings.objective(x, rows).detach().to(x.dtype), None
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            value = settings.objective(x, rows)
-            gradient = None
-            if value.requires_grad:
-                (gradient,) = torch.autograd.grad(value.sum(), x, allow_unused=True)
-    if gradient is None:
-        raise ValueError(
-            f"{name_of(settings.objective)} has no gradient with respect to the images, so it cannot be attacked with "
-            "one; look for detach(), no_grad() or numpy between the images and its value"
-        )
-    return value.detach().to(x.dtype), gradient
-
-
-def _compacted(walk: Walk, state: State, going: Tensor) -> tuple[Walk, State]:
-    """The walk and the stepper's state without the samples that are done."""
-    gradient = None if walk.gradient is None else walk.gradient[going]
-    walk = replace(walk, x=walk.x[going], value=walk.value[going], gradient=gradient, centre=walk.centre[going])
-    return walk, {name: tensor[going] for name, tensor in state.items()}
-
-
-def _better(best: _Run, run: _Run, *, anew: bool) -> _Run:
+def _better(best: Run, run: Run, *, anew: bool) -> Run:
     """The better of two runs for every sample, or with `anew` the later one; the work of both is counted."""
     won = torch.ones_like(best.value, dtype=torch.bool) if anew else run.value < best.value
     trajectory = best.trajectory
@@ -472,7 +191,7 @@ def _better(best: _Run, run: _Run, *, anew: bool) -> _Run:
             torch.where(won, run.trajectory.l2, best.trajectory.l2),
             torch.where(won, run.trajectory.linf, best.trajectory.linf),
         )
-    return _Run(
+    return Run(
         x=choose(won, run.x, best.x),
         value=torch.where(won, run.value, best.value),
         start_value=best.start_value,
@@ -480,19 +199,6 @@ def _better(best: _Run, run: _Run, *, anew: bool) -> _Run:
         evaluations=best.evaluations + run.evaluations,
         trajectory=trajectory,
     )
-
-
-def _still(start_value: Tensor, steps: int) -> Trajectory:
-    """The trajectory of samples that never move."""
-    nowhere = torch.zeros_like(start_value).repeat(steps + 1, 1)
-    return Trajectory(start_value.repeat(steps + 1, 1), nowhere, nowhere.clone())
-
-
-def _record(trajectory: Trajectory, when: int | slice, play: _Play) -> None:
-    """Write where the samples in play stand into some rows of the trajectory."""
-    trajectory.value[when, play.at] = play.value
-    trajectory.l2[when, play.at] = distance(play.x, play.centre, "l2")
-    trajectory.linf[when, play.at] = distance(play.x, play.centre, "linf")
 
 
 def pays_off(device: torch.device, stepper: Stepper, steps: int, keep: str) -> bool:
@@ -541,19 +247,6 @@ def check_options(
         raise ValueError("keep='last' follows one run; restarts need keep='best'")
     if isinstance(stop, Tensor) and stop.ndim and stop.shape != start.shape[:1]:
         raise ValueError(f"stop must be one number or of shape ({len(start)},), got {tuple(stop.shape)}")
-
-
-def check_start_value(objective: Objective, value: Tensor, rows: Tensor) -> None:
-    """Raises a ValueError when the objective is not one number per sample; `rows` are their indices."""
-    count = len(rows)
-    if value.shape != (count,):
-        raise ValueError(f"{name_of(objective)} must give one value per sample, ({count},), got {tuple(value.shape)}")
-    bad = rows[value.isnan()].tolist()
-    if bad:
-        raise ValueError(
-            f"{name_of(objective)} gives NaN for {len(bad)} of {count} starting images, first at index {bad[0]}; "
-            "are the model's weights finite?"
-        )
 
 
 def generator_for(generator: torch.Generator | int | None, device: torch.device) -> torch.Generator:

@@ -1,11 +1,13 @@
-"""How fast the networks inside a block run: as they are, prepared for speed, or prepared and in half precision."""
+"""How the networks inside a block run: as they are, faster by preparation, faster in half precision, or exactly."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Literal
+from typing import Any, Literal
+
+import torch
 
 Pace = Literal["plain", "prepared", "half"]
 """`plain`: the network itself. `prepared`: the same function in float32, rearranged for speed. `half`: that in bf16."""
@@ -26,3 +28,29 @@ def at_pace(pace: Pace) -> Iterator[None]:
 def current_pace() -> Pace:
     """The pace of the innermost block; `plain` outside any."""
     return _pace.get()
+
+
+@contextmanager
+def full_float32() -> Iterator[None]:
+    """Inside the block, float32 on a GPU is float32: where TF32 is on, which rounds to 10 bits, it is off.
+
+    A flag that is off already is left alone. So are settings made by torch's newer `fp32_precision`, which it refuses
+    to mix with these flags.
+    """
+    parts: list[Any] = [torch.backends.cudnn, torch.backends.cuda.matmul]
+    switched = [part for part in parts if rounds(part)]
+    for part in switched:
+        part.allow_tf32 = False
+    try:
+        yield
+    finally:
+        for part in switched:
+            part.allow_tf32 = True
+
+
+def rounds(part: Any) -> bool:
+    """Whether a part of torch's GPU code rounds float32 to TF32."""
+    try:
+        return bool(part.allow_tf32)
+    except RuntimeError:  # set by the newer interface
+        return False

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gatecrash.ball import L2, normalised
+from gatecrash.ball import L2, normalised, waits
 from gatecrash.protocols import State, Walk
 from gatecrash.registry import Registry, unknown
 
@@ -74,7 +74,8 @@ class Sign:
     def move(self, walk: Walk, state: State) -> Tensor:
         """One step against the gradient's sign."""
         size = self.share * walk.ball.eps if self.step is None else self.step
-        return torch.add(walk.x, gradient_of(walk).sign(), alpha=-scheduled(size, self.schedule, walk))
+        sign = gradient_of(walk).sign()
+        return torch.add(walk.x, sign, alpha=-scheduled(size, self.schedule, walk), out=sign)
 
 
 @STEPPERS.register("normalised")
@@ -310,16 +311,11 @@ def spread(values: Tensor, like: Tensor) -> Tensor:
     return values.view(-1, *[1] * (like.ndim - 1))
 
 
-def waits(tensor: Tensor) -> bool:
-    """Whether the host must wait before it can look at a value: on the CPU a look costs nothing."""
-    return tensor.device.type != "cpu"
-
-
 def choose(mask: Tensor, first: Tensor, second: Tensor) -> Tensor:
     """`first` for the samples where the mask (B,) holds, `second` for the others; either itself where that is all."""
-    if not waits(mask):
-        if mask.all():
-            return first
-        if not mask.any():
-            return second
-    return torch.where(spread(mask, first), first, second)
+    if waits(mask):
+        return torch.where(spread(mask, first), first, second)
+    rows = mask.nonzero().flatten()
+    if 2 * len(rows) > len(mask):  # the fewer rows there are to copy, the better
+        first, second, rows = second, first, (~mask).nonzero().flatten()
+    return second.index_copy(0, rows, first[rows].to(second.dtype)) if len(rows) else second

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from gatecrash import L2, Ball, Linf, Sign, admit, evict
 from gatecrash.attacks.expectation import Expected
-from gatecrash.detectors import Card, Detector, Mahalanobis, ScoreEnsemble
+from gatecrash.detectors import Card, Detector, Mahalanobis, ScoreEnsemble, build
 
 X = torch.full((4, 3, 8, 8), 0.5)
 
@@ -28,23 +28,21 @@ class Linear(Detector):
         return z @ self.normal
 
 
-class Noisy:
+class Noisy(Linear):
     """τ = (w + σn)·x with a fresh n for every image and draw, from torch's global random numbers."""
 
     def __init__(self, weights: Tensor, noise: float, *, in_judge: bool = False) -> None:
-        self.weights, self.noise, self.in_judge = weights, noise, in_judge
+        super().__init__(weights)
+        self.noise, self.in_judge = noise, in_judge
 
     def encode(self, x: Tensor) -> Tensor:
         return x.flatten(1) if self.in_judge else self.shaken(x.flatten(1))
 
     def shaken(self, z: Tensor) -> Tensor:
-        return z * (self.weights + self.noise * torch.randn_like(z))
+        return z * (self.normal + self.noise * torch.randn_like(z))
 
     def judge(self, z: Tensor) -> Tensor:
         return (self.shaken(z) if self.in_judge else z).sum(dim=1)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.judge(self.encode(x))
 
 
 def dual_norm(weights: Tensor, ball: Ball) -> Tensor:
@@ -131,5 +129,9 @@ def test_a_detector_without_randomness_is_itself() -> None:
 def test_bad_input_is_refused() -> None:
     with pytest.raises(ValueError, match="draws must be at least 1, got 0"):
         Expected(Linear(direction(0)), draws=0)
+    with pytest.raises(ValueError, match="Expected averages a detector over draws, got a Flatten"):
+        Expected(nn.Flatten())
+    with pytest.raises(ValueError, match="its spec needs `members`"):
+        build({"name": "expected", "options": {}}, nn.Flatten())
     with pytest.raises(ValueError, match="Mahalanobis is not fitted"):
         admit(Expected(Mahalanobis(nn.Flatten())), X, L2(1.0))

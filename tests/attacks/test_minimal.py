@@ -1,6 +1,7 @@
 """The smallest perturbation across a threshold, on scores whose distance to it is known."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from gatecrash import L2, Ball, Linf, admit
 from gatecrash.attacks.minimal import Minimal, minimal
 from gatecrash.attacks.radii import Radii
 from gatecrash.ball import BALLS
-from gatecrash.detectors import Energy, Mahalanobis
+from gatecrash.detectors import Detector, Energy, Gram, Mahalanobis, RelativeMahalanobis
 from small_models import blank, one_thread, squares, trained_net  # noqa: F401
 
 SHAPE = (3, 8, 8)
@@ -142,6 +143,37 @@ def test_no_stronger_search_crosses_well_inside_the_distance() -> None:
         assert not best.success
 
 
+FEATURES: dict[str, Callable[[], Detector]] = {
+    "rmd": lambda: RelativeMahalanobis(trained_net(), layers="hidden"),
+    "gram": lambda: Gram(trained_net(), layers=["maps", "hidden"]),
+}
+
+
+@pytest.mark.parametrize("norm", ["l2", "linf"])
+@pytest.mark.parametrize("side", ["out", "in"])
+@pytest.mark.parametrize("name", FEATURES)
+def test_plain_steps_do_not_cross_well_inside_the_distance(name: str, side: str, norm: str) -> None:
+    """Scores with kinks and valleys, where a single descent often fails: 60 small steps from three starts."""
+    detector = FEATURES[name]().fit(squares(60)).calibrate(squares(100, seed=8)[0])
+    x = blank(15, seed=9) if side == "out" else squares(15, seed=7)[0]
+    assert detector.threshold is not None
+    sign, limit = (1, detector.threshold) if side == "out" else (-1, -detector.threshold)
+    found = minimal(detector, x, norm, detector.threshold, side=side)
+    assert found.success.all()
+    assert torch.equal(detector.predict(found.x), torch.full((15,), side == "in"))
+    x = x[found.distance > 0]
+    balls = Radii(BALLS[norm], 0.9 * found.distance[found.distance > 0])
+    generator = torch.Generator().manual_seed(11)
+    for restart in range(3):
+        at = balls.random_start(x, torch.rand(x.shape, generator=generator)) if restart else x
+        for _ in range(60):
+            at = at.detach().requires_grad_()
+            value = sign * detector(at)
+            assert (value > limit).all()
+            (gradient,) = torch.autograd.grad(value.sum(), at)
+            at = balls.project(at - 2.5 / 60 * balls.direction(gradient), x)
+
+
 def test_a_batch_gives_the_same_as_its_parts() -> None:
     detector, x = Energy(trained_net()), blank(7)
     threshold = float(detector.scores(squares(30)[0]).max())
@@ -186,10 +218,18 @@ def test_bad_input_is_refused() -> None:
         minimal(score, CENTRE, "l2", 0.0, side="both")
     with pytest.raises(ValueError, match="unknown norm 'l1'"):
         minimal(score, CENTRE, "l1", 0.0)
+    for options, message in (
+        ({"threshold": float("nan")}, "threshold must be one number, got NaN, which no score reaches"),
+        ({"steps": 0}, "steps must be a whole number of at least 1, got 0"),
+        ({"batch_size": 0}, "batch_size must be a whole number of at least 1, got 0"),
+        ({"batch_size": -2}, "batch_size must be a whole number of at least 1, got -2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            minimal(score, CENTRE, "l2", **({"threshold": 0.0} | options))
     for threshold in (None, torch.zeros(4)):
         with pytest.raises(ValueError, match="threshold must be one number, got"):
             minimal(score, CENTRE, "l2", threshold)
-    with pytest.raises(ValueError, match="rounds must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="rounds must be a whole number of at least 1, got 0"):
         minimal(score, CENTRE, "l2", 0.0, rounds=0)
     with pytest.raises(ValueError, match=r"tolerance must lie in \(0, 1\), got 1"):
         minimal(score, CENTRE, "l2", 0.0, tolerance=1.0)

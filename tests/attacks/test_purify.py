@@ -101,6 +101,10 @@ def test_bad_input_is_refused() -> None:
         purify(gaussian, features(), ball=L2(1.0))
     with pytest.raises(ValueError, match=r"features must be floats of shape \(B, ...\), got torch.int64 \(2, 3\)"):
         purify(gaussian, torch.zeros(2, 3, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"features must hold at least one sample, got shape \(0, 3\)"):
+        purify(gaussian, torch.zeros(0, 3))
+    with pytest.raises(ValueError, match="batch_size must be a whole number of at least 1, got 0"):
+        purify(gaussian, features(), batch_size=0)
 
 
 def test_a_learning_rate_far_too_large_leaves_finite_features() -> None:

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gatecrash import L2, Ball, Linf, admit
-from gatecrash.attacks.rounding import Rounded, to_8bit
+from gatecrash import L2, Ball, Linf, admit, collide, evict
+from gatecrash.attacks.rounding import Rounded, RoundedFound, to_8bit
 from gatecrash.detectors import Energy
 from gatecrash.objective import LowerScore
-from small_models import blank, one_thread, trained_net  # noqa: F401
+from small_models import blank, one_thread, squares, trained_net  # noqa: F401
 
 
 def linear(x: Tensor, rows: Tensor) -> Tensor:
@@ -21,7 +21,7 @@ def linear(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def on_grid(x: Tensor) -> Tensor:
-    return (x * 255).round() / 255
+    return ((x.double() * 255).round() / 255).to(x)
 
 
 def levels(*values: float) -> Tensor:
@@ -156,6 +156,36 @@ def test_the_l2_rounding_is_near_the_best_of_all_8_bit_images() -> None:
         best = (inside - x).flatten(1).norm(dim=1).min() * 255
         assert rounded.inside.all()
         assert float((rounded.x - x).norm() * 255) <= float(best) + 0.75
+
+
+@pytest.mark.parametrize("ball", [Linf([2.5 / 255, 1.5 / 255]), L2(0.1)], ids=str)
+def test_attacks_return_8_bit_images_when_asked_to(ball: Ball) -> None:
+    detector, start, target = Energy(trained_net()), on_grid(blank(5)), squares(5)[0]
+    attacks = {
+        admit: (detector, start, ball),
+        evict: (detector, on_grid(target), ball),
+        collide: (trained_net(), start, target, ball),
+    }
+    for attack, arguments in attacks.items():
+        plain, found = (attack(*arguments, steps=10, eight_bit=eight_bit) for eight_bit in (False, True))
+        for before, rung, around in zip(plain.rungs, found.rungs, ball.rungs, strict=True):
+            assert isinstance(rung, RoundedFound) and rung.rounding is not None
+            torch.testing.assert_close(rung.x * 255, rung.rounding.pixels.to(rung.x), rtol=0, atol=1e-4)
+            assert around.contains(rung.x, rung.start).all() and rung.rounding.inside.all()
+            torch.testing.assert_close(rung.cost, rung.value - before.value)
+            assert torch.equal(rung.success, rung.value < rung.start_value)
+            if attack is not collide:
+                torch.testing.assert_close(rung.score, detector(rung.x).detach())
+        assert torch.equal(found.x, found.rungs[0].x)
+
+
+def test_a_stop_that_rounding_undoes_is_no_success() -> None:
+    detector, start = Energy(trained_net()), on_grid(blank(8))
+    stop = float(detector.scores(start).min()) - 0.05
+    found = admit(detector, start, Linf(1.4 / 255), steps=20, stop=stop, eight_bit=True)
+    assert torch.equal(found.success, found.value <= stop)
+    exact = admit(detector, start, Linf(1.4 / 255), steps=20, stop=stop)
+    assert exact.success.any() and (found.success < exact.success).any()
 
 
 def test_batches_are_evaluated_in_parts() -> None:

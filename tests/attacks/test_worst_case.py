@@ -7,7 +7,10 @@ import torch
 from torch import Tensor
 
 from gatecrash import L2, Ball, Encoder, Linf, worst_case
-from gatecrash.attacks.worst_case import SURROGATES, Ranked, log_odds, margin
+from gatecrash.attacks.averaged import Averaged
+from gatecrash.attacks.ranked import Ranked
+from gatecrash.attacks.surrogates import SURROGATES, log_odds, margin, unprocessed
+from gatecrash.attacks.worst_case import WorstCase
 from gatecrash.detectors import (
     CCU,
     DETECTORS,
@@ -23,6 +26,7 @@ from gatecrash.detectors import (
     DeepEnsemble,
     Detector,
     Energy,
+    Expected,
     FeatureMAF,
     FeatureVAE,
     GlowLikelihood,
@@ -38,7 +42,10 @@ from gatecrash.detectors import (
     Temperature,
     ZhengHong,
 )
+from gatecrash.objective import LowerScore
+from gatecrash.search import search
 from gatecrash.speed import at_pace, current_pace
+from gatecrash.stepper import Apgd, Sign
 from small_clip import WordedNet
 from small_models import blank, one_thread, squares, trained_net
 
@@ -63,6 +70,7 @@ MAKERS: dict[str, Callable[[], Detector]] = {
     "rmd": lambda: RelativeMahalanobis(features()),
     "ensemble": lambda: ScoreEnsemble([MSP(logits()), Energy(Encoder(trained_net(1)))]),
     "deep_ensemble": lambda: DeepEnsemble([trained_net(0), trained_net(1)]),
+    "expected": lambda: Expected(MSP(logits()), draws=2),
     "temperature": lambda: Temperature(logits()),
     "gmm": lambda: GMM(features(), components=4),
     "zheng_hong": lambda: ZhengHong(features(), components=2),
@@ -118,13 +126,12 @@ def test_every_detector_is_among_the_makers() -> None:
     assert set(MAKERS) == set(DETECTORS)
 
 
-@pytest.mark.parametrize("ball", [Linf(0.08), L2(0.25)], ids=["linf", "l2"])
-@pytest.mark.parametrize("name", MAKERS)
-def test_the_suite_is_weaker_than_plain_pgd_on_no_more_than_two_percent_of_the_samples(name: str, ball: Ball) -> None:
+def weaker_than_plain_pgd(name: str, ball: Ball, blanks: Tensor, inliers: Tensor) -> float:
+    """The share of images, on both sides, for which the plain PGD finds more, by a thousandth of its usual reach."""
     detector = MAKERS[name]()
     detector.fit(squares(60), outliers=blank(30, seed=2))
     weaker, total = 0, 0
-    for side, images, others in (("out", blank(30), squares(30, seed=5)[0]), ("in", squares(30, seed=5)[0], blank(30))):
+    for side, images, others in (("out", blanks, inliers), ("in", inliers, blanks)):
         sign = 1.0 if side == "out" else -1.0
         found = worst_case(detector, images, ball, side, "standard", others=others)
         rival = plain_pgd(detector, images, ball, sign)
@@ -134,7 +141,30 @@ def test_the_suite_is_weaker_than_plain_pgd_on_no_more_than_two_percent_of_the_s
         total += len(images)
         assert ball.contains(found.x, images).all()
         torch.testing.assert_close(found.score, detector(found.x).detach(), rtol=1e-4, atol=1e-5)
-    assert weaker <= 0.02 * total
+    return weaker / total
+
+
+@pytest.mark.parametrize("ball", [Linf(0.08), L2(0.25)], ids=["linf", "l2"])
+@pytest.mark.parametrize("name", MAKERS)
+def test_the_suite_is_weaker_than_plain_pgd_on_no_more_than_two_percent_of_the_samples(name: str, ball: Ball) -> None:
+    assert weaker_than_plain_pgd(name, ball, blank(30), squares(30, seed=5)[0]) <= 0.02
+
+
+HARD = ["maxlogit", "odin", "msp", "glow", "rmd"]
+"""Scores with kinks, or with many valleys: the suite was once too weak for them."""
+
+
+@pytest.mark.parametrize(
+    ("name", "ball"),
+    [
+        *((name, Linf(0.25)) for name in MAKERS),
+        *((name, ball) for name in HARD for ball in (Linf(0.02), L2(1.0))),
+        *((name, ball) for name in HARD[:2] for ball in (Linf(0.08), Linf(0.16))),
+    ],
+    ids=str,
+)
+def test_so_it_is_on_other_images_and_in_larger_and_smaller_balls(name: str, ball: Ball) -> None:
+    assert weaker_than_plain_pgd(name, ball, blank(30, seed=9), squares(30, seed=8)[0]) <= 0.02
 
 
 def test_evaluations_are_reported_per_attack_and_add_up() -> None:
@@ -151,13 +181,14 @@ def test_evaluations_are_reported_per_attack_and_add_up() -> None:
     found = worst_case(detector, images, Linf(0.05), "out", "quick", others=squares(6)[0])
     assert set(found.spent) == {
         "score",
+        "mean gradients",
         "small steps",
         *SURROGATES,
         "class 1",
         "collision 1",
         "square",
         "score from the best",
-        "annealed from the best",
+        "mean gradients from the best",
     }
     assert sum(found.spent.values()) + len(images) == int(found.evaluations.sum())
     assert int(found.evaluations.sum()) <= calls <= int(found.evaluations.sum()) * 1.2
@@ -213,6 +244,79 @@ def test_a_detector_without_gradient_at_the_start_is_still_attacked() -> None:
     assert "score" not in set(found.winner)
 
 
+class Ridge(Detector):
+    """5·|a − b| + a + b of an image's two pixels: the way down is along the kink a = b."""
+
+    card = Card(paper="", year=2020, reads="pixels")
+
+    def encode(self, x: Tensor) -> Tensor:
+        return x.flatten(1)
+
+    def judge(self, z: Tensor) -> Tensor:  # type: ignore[override]
+        return 5 * (z[:, 0] - z[:, 1]).abs() + z.sum(dim=1)
+
+
+def test_mean_gradients_go_along_a_kink_where_signs_leap_across_it() -> None:
+    """The least value inside L∞ is at a = b = 0.52 − ε, since b comes no lower."""
+    start, ball, ridge = torch.tensor([[[[0.5, 0.52]]]]), Linf(0.1), LowerScore(Ridge(None))
+    gaps = {
+        type(stepper).__name__: float(search(ridge, start, ball, stepper=stepper, steps=50).value - 2 * 0.42)
+        for stepper in (Averaged(), Apgd(), Sign(share=0.07))
+    }
+    assert gaps["Averaged"] < 2e-3
+    assert gaps["Apgd"] > 0.1 and gaps["Sign"] > 0.1
+
+
+class Unsure(MSP):
+    """A randomised MSP."""
+
+    def judge(self, z: Tensor) -> Tensor:  # type: ignore[override]
+        score = super().judge(z)
+        return score + 0.2 * torch.randn_like(score)
+
+
+def test_what_is_reported_of_a_randomised_detector_is_its_mean_and_not_its_luck() -> None:
+    """The luckiest of some 300 draws of σ = 0.05, the mean of 16, would look 0.14 better than it is."""
+    true, images = MSP(logits()), blank(10)
+    best = worst_case(true, images, Linf(0.02), "out", "quick")
+    found = worst_case(Expected(Unsure(logits()), draws=16), images, Linf(0.02), "out", "quick")
+    assert found.score is not None and best.score is not None
+    assert float((found.score - true(found.x).detach()).mean()) == pytest.approx(0, abs=4 * 0.2 / (10 * 8 * 16) ** 0.5)
+    assert float(true(found.x).detach().mean() - best.score.mean()) < 0.01
+    assert {"log-odds", "class 1", "fresh draws"} <= set(found.spent)
+    assert sum(found.spent.values()) + 8 * len(images) == int(found.evaluations.sum())
+    assert "fresh draws" not in best.spent
+
+
+def test_an_ensemble_with_preprocessing_is_also_attacked_without_it() -> None:
+    odins = [ODIN(Encoder(trained_net(seed)), temperature=10.0, magnitude=0.01) for seed in (0, 1)]
+    for detector in (ScoreEnsemble([*odins, MSP(logits())]), Expected(odins[0], draws=2)):
+        x = blank(4)
+        spent = worst_case(detector, x, Linf(0.05), "out", "quick").spent
+        assert spent["without preprocessing"] > 0
+        plain = unprocessed(detector, x)
+        assert isinstance(plain, tuple)
+        torch.testing.assert_close(plain[0], odins[0].encoder(x))
+    assert "without preprocessing" not in worst_case(MSP(logits()), x, Linf(0.05), "out", "quick").spent
+
+
+@pytest.mark.parametrize(("side", "images"), [("out", blank(6)), ("in", squares(6)[0])])
+def test_8_bit_images_are_returned_inside_the_ball_with_what_rounding_cost(side: str, images: Tensor) -> None:
+    images, detector = (images * 255).round() / 255, Energy(logits())
+    free, found = (
+        worst_case(detector, images, Linf([4 / 255, 2.5 / 255]), side, "quick", eight_bit=eight_bit)
+        for eight_bit in (False, True)
+    )
+    assert free.cost is None
+    for plain, rung, eps in zip(free.rungs, found.rungs, (4, 2), strict=True):
+        assert isinstance(rung, WorstCase)
+        levels = 255 * rung.x
+        torch.testing.assert_close(levels, levels.round(), rtol=0, atol=1e-4)
+        assert float(rung.distance("linf").max()) <= eps / 255 + 1e-6
+        torch.testing.assert_close(rung.score, detector(rung.x).detach())
+        torch.testing.assert_close(rung.cost, rung.value - plain.value, rtol=1e-3, atol=1e-5)
+
+
 def test_surrogates_do_not_saturate() -> None:
     z = torch.tensor([[60.0, 0.0, -5.0], [2.0, 1.9, -30.0]], requires_grad=True)
     torch.testing.assert_close(margin(z), torch.tensor([-60.0, -0.1]))
@@ -228,6 +332,19 @@ def test_bad_options_are_refused() -> None:
         worst_case(detector, blank(2), Linf(0.1), "both")
     with pytest.raises(ValueError, match="budget must be one of quick, standard, thorough, got 'huge'"):
         worst_case(detector, blank(2), Linf(0.1), "out", "huge")
+    for ball in (None, 0.1):
+        with pytest.raises(TypeError, match=rf"ball must say norm and radius, such as .*, got {ball}"):
+            worst_case(detector, blank(2), ball, "out")
+    for options, message in (
+        ({"stop": float("nan")}, r"stop must be one number or of shape \(2,\), got NaN, which no score reaches"),
+        ({"stop": torch.zeros(7)}, r"stop must be one number or of shape \(2,\), got shape \(7,\)"),
+        ({"batch_size": -1}, "batch_size must be a whole number of at least 1, got -1"),
+        ({"batch_size": 0}, "batch_size must be a whole number of at least 1, got 0"),
+        ({"others": blank(3)[:0]}, "others must hold at least one image"),
+        ({"others": torch.rand(2, 3, 5, 5)}, r"others must be of the images' shape \(1, 6, 6\), got \(3, 5, 5\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            worst_case(detector, blank(2), Linf(0.1), "out", "quick", **options)
     with pytest.raises(ValueError, match="Mahalanobis is not fitted"):
         worst_case(Mahalanobis(features()), blank(2), Linf(0.1), "out")
 

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from gatecrash.audit.checks import Evidence
-from gatecrash.audit.job import Job, as_set
+from gatecrash.audit.job import Job, as_set, encoders_in
 from gatecrash.audit.main import attack_plans
 from gatecrash.audit.rows import rows_of
 from gatecrash.audit.run import Measured, measure
 from gatecrash.audit.work import Work
 from gatecrash.bundle import Row
 from gatecrash.detectors import Card, Detector
-from gatecrash.encoder import Encoder
 from gatecrash.protocols import Latent, leaves
 from small_models import SIDE, Affine
 
@@ -74,11 +73,11 @@ def finished(
 ) -> tuple[Job, Measured, list[Row]]:
     """An audit: its job, what was measured, and its rows. `learnt` are sets that detectors are fitted on."""
     further: dict[str, Any] = {name: as_set(images, name) for name, images in learnt.items()}
-    encoder = next(part for part in next(iter(detectors.values())).modules() if isinstance(part, Encoder))
+    encoder = next((part for detector in detectors.values() for part in encoders_in(detector)), None)
     job = Job(
         plan="",
         detectors=detectors,
-        encoder=encoder.at(None),
+        encoder=None if encoder is None else encoder.at(None),
         features=encoder,
         inliers=as_set(inliers, "dark"),
         outliers={"bright": as_set(outliers, "bright")},

@@ -19,10 +19,10 @@ from gatecrash.audit.demo import run_demo
 from gatecrash.audit.plan import plan_from
 from gatecrash.bundle import SAMPLES, Bundle
 from gatecrash.data import load_source
-from gatecrash.detectors import MSP, Mahalanobis
+from gatecrash.detectors import MSP, GlowLikelihood, Mahalanobis
 from gatecrash.metrics import auroc
 from gatecrash.networks import PRETRAINED, SmallCNN, hash_of, load_weights
-from small_models import squares, trained_net
+from small_models import blank, squares, trained_net
 
 
 @pytest.fixture(scope="module")
@@ -341,3 +341,38 @@ def test_the_demo_can_train_its_network_on_the_spot(tmp_path: Path) -> None:
     assert weights.stat().st_mtime_ns == before
     with pytest.raises(ValueError, match="holds another run"):
         run_demo(tmp_path / "demo", device="cpu", train=True, plan=plan)
+
+
+def glow() -> GlowLikelihood:
+    return GlowLikelihood(model={"steps": 1, "hidden": 8}, training={"epochs": 3, "lr": 0.02}).fit(squares(60))
+
+
+def test_detectors_without_any_network_are_attacked_through_their_scores(tmp_path: Path) -> None:
+    attacks = [
+        {"name": "admit", "side": "both", "ball": {"norm": "linf", "eps": 0.05}, "steps": 4},
+        {"name": "collide", "of": "detector", "ball": {"norm": "l2", "eps": 0.5}, "steps": 4},
+        {"name": "worst_case", "budget": "quick", "side": "out", "ball": {"norm": "linf", "eps": 0.02}},
+    ]
+    detector = glow()
+    results = audit({"glow": detector}, squares(6)[0], {"blank": blank(6)}, out=tmp_path / "run", attacks=attacks)
+    assert [(row["attack"], row["side"]) for row in results["rows"]] == [
+        ("none", "none"),
+        *(("admit + evict", side) for side in ("out", "in", "both")),
+        ("collide detector", "out"),
+        ("worst case, quick", "out"),
+    ]
+    samples = Bundle(tmp_path / "run").samples().to_pylist()
+    lowered = [row for row in samples if row["side"] == "out" and row["attack"] != "collide detector"]
+    assert len(lowered) == 12 and all(row["attacked_score"] < row["clean_score"] for row in lowered)
+    assert results["manifest"]["networks"] == {"GlowLikelihood 0": hash_of(detector)}
+
+
+@pytest.mark.parametrize(
+    ("attack", "title"),
+    [({"name": "softmax"}, "softmax"), ({"name": "collide"}, "collide features"), ({"name": "collide", "of": "logits"}, "collide logits")],
+)  # fmt: skip
+def test_attacks_that_read_a_network_need_one(attack: dict[str, Any], title: str, tmp_path: Path) -> None:
+    wanted = [attack | {"ball": {"norm": "l2", "eps": 1}}]
+    with pytest.raises(ValueError, match=f"^{title} reads a network, and no detector has an Encoder; admit, evict"):
+        audit(glow(), squares(6)[0], {"blank": blank(6)}, out=tmp_path / "run", attacks=wanted)
+    assert not (tmp_path / "run").exists()

@@ -120,6 +120,24 @@ def test_a_model_bundle_brings_its_own_description(tmp_path: Path) -> None:
         load_model(plan, tmp_path)
 
 
+def test_a_bundle_whose_weights_were_changed_is_refused(tmp_path: Path) -> None:
+    source = load_model(ModelPlan(name="builtin:resnet20", weights="random"), tmp_path)
+    folder = tmp_path / "trained"
+    save_weights(source, folder / "model.safetensors")
+    (folder / "model.json").write_text(json.dumps({"name": "builtin:resnet20"}))
+    (folder / "manifest.json").write_text(json.dumps({"weights_sha256": hash_of(source)}))
+    plan = ModelPlan.model_validate("bundle:trained")
+    load_model(plan, tmp_path)
+    with torch.no_grad():
+        source.linear.bias[0] += 1  # type: ignore[union-attr, operator]
+    save_weights(source, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"model\.safetensors was changed"):
+        load_model(plan, tmp_path)
+    (folder / "manifest.json").write_text("{")
+    with pytest.raises(ValueError, match=r"manifest\.json is damaged"):
+        load_model(plan, tmp_path)
+
+
 def test_a_bundle_of_a_users_own_network_needs_trust_and_finds_the_module_beside_the_plan(tmp_path: Path) -> None:
     (tmp_path / "own_for_bundle.py").write_text("import torch\ndef make(): return torch.nn.Linear(2, 3)\n")
     source = torch.nn.Linear(2, 3)

@@ -1,12 +1,21 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d, interpolate
 
 from gatecrash.data import duplicates
-from gatecrash.data.duplicates import exact_duplicates, near_duplicates, overlap, refuse_overlap, thumbnails
+from gatecrash.data.duplicates import (
+    exact_duplicates,
+    near_duplicates,
+    overlap,
+    refuse_overlap,
+    retouched,
+    thumbnails,
+)
 
 
 def pictures(count: int, seed: int, channels: int = 3, size: int = 16) -> Tensor:
@@ -78,6 +87,33 @@ def test_near_duplicates_alone_are_refused_too() -> None:
     inliers = pictures(5, 3)
     with pytest.raises(ValueError, match=r"^0 of 2 outliers are among the inliers, and 2 nearly; "):
         refuse_overlap((inliers[:2] + 0.01).clamp(0, 1), inliers)
+
+
+@pytest.mark.parametrize("comparisons", [2**25, 1])
+@pytest.mark.parametrize(
+    "retouch",
+    [
+        lambda x: x.flip(-1),
+        lambda x: 0.9 * x + 0.1,
+        lambda x: 0.8 * x,
+        lambda x: (0.7 * x + 0.1).flip(-1),
+    ],
+    ids=["mirrored", "brighter", "darker", "both"],
+)
+def test_retouched_pictures_are_found(
+    retouch: Callable[[Tensor], Tensor], comparisons: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(duplicates, "_COMPARISONS", comparisons)
+    x, other = noise(30, 0), noise(20, 1)
+    x[3:9] = retouch(other[10:16])
+    assert retouched(x, other).nonzero().flatten().tolist() == list(range(3, 9))
+    exact, near = overlap(x, other)
+    assert not exact.any() and near.nonzero().flatten().tolist() == list(range(3, 9))
+
+
+def test_pictures_without_detail_are_not_each_others_retouched() -> None:
+    flat = torch.linspace(0, 1, 5).view(-1, 1, 1, 1).expand(-1, 3, 8, 8) + 1e-3 * noise(5, 0)
+    assert not retouched(flat.clamp(0, 1), flat.flip(0).clamp(0, 1)).any()
 
 
 def test_images_of_another_shape_share_nothing() -> None:

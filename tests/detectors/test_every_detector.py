@@ -32,6 +32,7 @@ from gatecrash.detectors import (
     DeepEnsemble,
     Detector,
     Energy,
+    Expected,
     FeatureMAF,
     FeatureVAE,
     GlowLikelihood,
@@ -178,6 +179,10 @@ CASES = {
     "ccu": Case(lambda one, other: CCU(one, components=3)),
     "ccu, confidence": Case(lambda one, other: CCU(one, components=3, score="confidence", ridge=1.0, floor=0.05)),
     "deep_ensemble": Case(lambda one, other: DeepEnsemble([one, other]), lambda one, other: [one, other]),
+    "expected": Case(lambda one, other: Expected(MSP(one), draws=3)),
+    "expected, fitted": Case(
+        lambda one, other: Expected(Mahalanobis(one, layers="hidden", magnitude=0.01), draws=2, seed=5)
+    ),
 }
 
 

@@ -154,15 +154,21 @@ class Exploding(Plain):
         return Outcome(outcome.loss + zero.sqrt() if len(self.batches) == 3 else outcome.loss)
 
 
-def test_a_gradient_that_is_not_finite_is_named_where_it_is_measured(tmp_path: Path) -> None:
+@pytest.mark.parametrize("clip", [1.0, None])
+@pytest.mark.parametrize("every", [1, 20])
+def test_a_gradient_that_is_not_finite_names_its_batch_and_not_the_next(
+    clip: float | None, every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "Watch", lambda epoch, _, kept: Watch(epoch, every, kept))
     with pytest.raises(ValueError, match=r"the gradient is (nan|inf) in batch 3 of epoch 1"):
-        fit(network(), Exploding(), material(), Recipe(epochs=1, batch_size=8, clip=1.0), folder=tmp_path)
+        fit(network(), Exploding(), material(), Recipe(epochs=1, batch_size=4, clip=clip), folder=tmp_path)
     assert not (tmp_path / "checkpoint.json").exists()
 
 
 def test_weights_that_are_no_longer_finite_are_never_written(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="a weight is no longer finite after batch 3 of epoch 1"):
-        fit(network(), Exploding(), material(), RECIPE, folder=tmp_path)
+    """The gradient is finite, and the step as long as it is times 10³⁸ is not."""
+    with pytest.raises(ValueError, match="a weight is no longer finite after batch 1 of epoch 1"):
+        fit(network(), Plain(poison={0: 1e9}), material(), Recipe(1, 22, lr=1e38), folder=tmp_path)
     assert not (tmp_path / "checkpoint.json").exists()
 
 
@@ -193,12 +199,23 @@ def test_the_note_has_the_means_so_far() -> None:
     assert watch.note == "loss 1.5, attack success 0.438"
 
 
+def test_a_mean_over_some_of_the_images_counts_those_alone() -> None:
+    watch = Watch(epoch=0, every=1)
+    for number, (share, count) in enumerate([(0.5, 2), (0.0, 0), (1.0, 1)]):
+        facts = {"share": torch.tensor(share)}
+        watch.add(number, 5, Outcome(torch.tensor(2.0), facts, {"share": torch.tensor(count)}))
+    assert float(watch.means["share"]) == pytest.approx((0.5 * 2 + 1.0) / 3)
+    assert float(watch.means["loss"]) == 2.0
+    assert watch.note == "loss 2, share 0.667"
+
+
 def test_the_bar_shows_every_batch_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[tuple[int, str]] = []
     monkeypatch.setattr("gatecrash.progress.Bar.advance", lambda self, amount=1, note="": shown.append((amount, note)))
     fit(linear(), Plain(), material(dtype=torch.float64), RECIPE)
     assert sum(amount for amount, _ in shown) == 6
-    assert all(note.startswith("loss ") and ", accuracy " in note for _, note in shown[1:])
+    assert [note.partition(" ")[0] for _, note in shown[1:]] == ["1/2"] * 3 + ["2/2"] * 3
+    assert all(note.partition(" ")[2].startswith("loss ") and ", accuracy " in note for _, note in shown[1:])
 
 
 def test_a_step_learns_nothing_from_an_epoch_that_is_already_done(tmp_path: Path) -> None:

@@ -71,6 +71,8 @@ def refused(gatecrash: Command, *arguments: str) -> str:
         ({"methods": ["ce", "ce"]}, "two methods are called 'ce'; give one a label"),
         ({"methods": ["ce", {"name": "oe", "label": "CE"}]}, "two methods are called 'ce'; give one a label"),
         ({"methods": ["oe"], "data": {"outliers": []}}, "data.outliers is missing: oe must be exposed to outliers"),
+        ({"methods": [{"name": "ce", "label": "Given"}]}, "since a folder is named so: 'Given'"),
+        ({"training": {"epochs": True}}, "training.epochs: input should be a valid integer, got True"),
         ({"training": {"epochs": 0}}, "training.epochs: input should be greater than 0, got 0"),
         ({"training": {"lr": 0}}, "training.lr: input should be greater than 0"),
         ({"training": {"lr": float("inf")}}, "training.lr: input should be a finite number"),
@@ -126,7 +128,14 @@ LATE = {"methods": ["ce", TOO_MANY]}
         ({"data": {"outliers": ["npz:mixed.npz"]}}, "3 of 7 outliers are among the inliers, and 2 nearly"),
         ({"data": {"outliers": [{"source": "fashion:test", "limit": 4}]}}, "4 of 4 outliers are among the inliers"),
         ({"data": {"outliers": [{"source": "digits", "limit": 3}]}},
-         "3 of 10 images of data.test_outliers.digits are among data.outliers"),
+         "3 of 10 images of data.test_outliers.digits are among data.outliers, and 0 nearly; the test must be of images"),
+        ({"data": {"test_outliers": {"x": {"source": "fashion:test", "limit": 4}}}},
+         "4 of 4 images of data.test_outliers.x are among data.test, and 0 nearly; they belong"),
+        ({"methods": ["ce"], "data": {"outliers": [], "test_outliers": {"x": "npz:mixed.npz"}}},
+         "3 of 7 images of data.test_outliers.x are among data.train, and 2 nearly; they belong"),
+        ({"data": {"outliers": ["npz:noise.npz"], "test_outliers": {"x": "npz:nearly.npz"}}},
+         "0 of 4 images of data.test_outliers.x are among data.outliers, and 3 nearly; the test must be of images"),
+        ({"training": {"crop": 16}}, "training.crop must be less than the side of the images, 16, got 16"),
         (LATE, "images, fewer than 20"),
         ({"methods": ["ce", "confident"]}, "the GAN makes images of 32×32, the training images have (16, 16)"),
         ({"training": {"lr": 1e30}}, "in batch 2 of epoch 1"),
@@ -144,8 +153,36 @@ def test_a_plan_that_cannot_be_carried_out_leaves_no_trace(
     train = load_source("fashion:train", limit=24, channels=1, size=16).x
     nearly = (train[10:12] + 0.01 * torch.rand(2, 1, 16, 16, generator=given)).clamp(0, 1)
     write_images(tmp_path / "mixed.npz", torch.cat([train[:3], nearly, torch.rand(2, 1, 16, 16, generator=given)]))
+    noise = torch.rand(4, 1, 16, 16, generator=given)
+    write_images(tmp_path / "noise.npz", noise)
+    write_images(tmp_path / "nearly.npz", torch.cat([(noise[:3] + 0.01).clamp(0, 1), 1 - noise[3:]]))
     written(tmp_path / "plan.yaml", **changes)
     assert message in refused(gatecrash, "plan.yaml", "--out", "run")
+    assert not Path("run").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("torchvision:googlenet", "GoogLeNet gives several outputs in training (GoogLeNetOutputs), and the logits"),
+        ("torchvision:inception_v3", "Inception3 fails on the training images: "),
+        ("odd_harden:odd", "Odd fails on the training images: not in training"),
+    ],
+)
+def test_what_a_network_cannot_do_in_training_is_one_line(
+    gatecrash: Command, tmp_path: Path, name: str, message: str
+) -> None:
+    (tmp_path / "odd_harden.py").write_text(
+        "from torch import nn\n\nclass Odd(nn.Sequential):\n    def forward(self, x):\n        if self.training:\n"
+        "            raise RuntimeError('not in\\ntraining')\n        return super().forward(x)\n\n"
+        "def odd():\n    return Odd(nn.Flatten(), nn.Linear(3 * 75 * 75, 10))\n"
+    )
+    auxiliary = name.startswith("torchvision")
+    options = {"init_weights": False, "num_classes": 10} if auxiliary else {}
+    model = {"name": name, "options": options, "layer": None, "channels": 3, "mean": None, "std": None, "resize": 75}
+    written(tmp_path / "plan.yaml", model=model, methods=["ce"])
+    said = refused(gatecrash, "plan.yaml", "--out", "run", "--trust")
+    assert message in said and ("give options: {aux_logits: false}" in said) == auxiliary
     assert not Path("run").exists()
 
 
@@ -219,6 +256,16 @@ def test_the_table_and_where_the_models_are(gatecrash: Command, tmp_path: Path) 
     code, out, _ = gatecrash("harden", "mine.yaml", "--resume", "--json")
     assert code == 0 and json.loads(out) == results
     assert "holds another run" in refused(gatecrash, "mine.yaml")
+
+
+def test_without_a_plain_model_one_line_says_how_to_get_it(gatecrash: Command, tmp_path: Path) -> None:
+    sentence = "ce among the methods gives the plain model to compare with"
+    written(tmp_path / "alone.yaml", methods=[ALOE])
+    assert sentence in gatecrash("harden", "alone.yaml")[1].splitlines()
+    written(tmp_path / "both.yaml", methods=[ALOE, {"name": "ce", "label": "usual"}])
+    assert sentence not in gatecrash("harden", "both.yaml")[1]
+    plain = [json.loads((tmp_path / f"runs/{name}/results.json").read_text())["plain"] for name in ("alone", "both")]
+    assert plain == [None, "usual"]
 
 
 def test_the_methods_are_listed(gatecrash: Command) -> None:

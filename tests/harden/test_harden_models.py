@@ -81,7 +81,7 @@ def test_methods_differ_and_say_what_they_learnt_from(every_method: Path) -> Non
     columns = {name: next(csv.reader((every_method / name / "epochs.csv").open())) for name in METHODS}
     assert {name for name in METHODS if "loss out" in columns[name]} == {"oe", "aoe", "aloe", "ccu"}
     assert {name for name in METHODS if "attack success" in columns[name]} == {"adv", "aoe", "aloe"}
-    assert {name for name in METHODS if "outlier attack success" in columns[name]} == {"aloe"}
+    assert {name for name in METHODS if "outlier attack gain" in columns[name]} == {"aloe"}
     data = {name: json.loads((every_method / name / "manifest.json").read_text())["data"] for name in METHODS}
     assert {name for name in METHODS if "outliers" in data[name]} == {"oe", "aoe", "aloe", "ccu"}
     train = load_source("fashion:train", limit=12, channels=1, size=32)
@@ -103,7 +103,7 @@ def test_an_audit_takes_a_model_by_its_folder_and_needs_no_more(
     monkeypatch.setattr("gatecrash.report.write_report", lambda bundle: bundle.report, raising=False)
     hardened = harden_plan(small_model(methods=["ce"]), out=tmp_path / "run")["rows"][0]
     plan = {
-        "model": {"name": "bundle:run/ce"},
+        "model": "bundle:run/ce",
         "data": {"inliers": small_harden()["data"]["test"], "outliers": small_harden()["data"]["test_outliers"]},
         "detectors": ["msp"],
     }
@@ -161,6 +161,21 @@ def test_training_begins_with_the_weights_of_a_file(tmp_path: Path) -> None:
         for key, parameter in begun.named_parameters():
             torch.testing.assert_close(weights[key], parameter.detach(), rtol=0, atol=1e-20)
         assert not torch.equal(weights["conv1.1.running_mean"], begun.state_dict()["conv1.1.running_mean"])
+
+
+@pytest.mark.parametrize("kind", ["file", "bundle"])
+def test_a_model_that_was_given_is_the_first_row_of_the_table(tmp_path: Path, kind: str) -> None:
+    """A rate of 10⁻³⁰ moves batch statistics alone; in the given row not even these have moved."""
+    first = harden_plan(small_model(methods=["ce"]), out=tmp_path / "first")
+    model = {"weights": "first/ce/model.safetensors"}
+    plan = small_harden(model=model, methods=[ALOE], training={"lr": 1e-30, "epochs": 2})
+    if kind == "bundle":
+        plan["model"] = {"name": "bundle:first/ce"}
+    results = harden_plan(HardenPlan.model_validate(plan), out=tmp_path / "run", folder=tmp_path)
+    assert [row["method"] for row in results["rows"]] == ["given", "aloe"]
+    assert results["rows"][0] == first["rows"][0] | {"method": "given"} and first["plain"] == "ce"
+    assert results["rows"][1]["auroc"] != results["rows"][0]["auroc"]
+    assert results["plain"] == "given" and results["bundles"] == {"aloe": "aloe"}
 
 
 def test_training_begins_with_the_weights_that_the_package_carries(tmp_path: Path) -> None:

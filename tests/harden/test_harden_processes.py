@@ -31,6 +31,20 @@ def torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_a_parameter_without_a_gradient_is_named_before_several_processes_wait_for_it(tmp_path: Path) -> None:
+    (tmp_path / "spare_harden.py").write_text(
+        "from torch import nn\n\ndef make():\n    net = nn.Sequential(nn.Flatten(), nn.Linear(256, 10))\n"
+        "    net[1].spare = nn.Linear(3, 3)\n    return net\n"
+    )
+    model = {"name": "spare_harden:make", "options": {}, "layer": None}
+    plan = written(tmp_path / "plan.yaml", model=model, methods=["oe"])
+    done = torchrun(tmp_path, "plan.yaml", "--out", "run", "--trust")
+    assert "gatecrash: oe trains no 1.spare.weight and 1 more" in done.stderr
+    assert done.returncode != 0 and not (tmp_path / "run").exists()
+    harden_plan(plan, out=tmp_path / "alone", trust=True)  # one process waits for nobody
+    assert (tmp_path / "alone/oe/model.json").is_file()
+
+
 def test_two_processes_make_the_models_of_one(tmp_path: Path) -> None:
     """A network without batch statistics: the gradients of the shares add up to those of the whole batch."""
     (tmp_path / "linear_harden.py").write_text(

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from small_harden import ALOE, OPTIONS, small_model, weights_in, write_images, written
 from torch import nn
 
@@ -167,6 +168,37 @@ def test_a_loss_that_is_not_finite_keeps_the_last_good_epoch(tmp_path: Path, mon
     assert (tmp_path / "run/plan.yaml").is_file()
     harden_plan(small_model(**PLAN), out=tmp_path / "run", resume=True)
     assert (tmp_path / "run/results.json").is_file()
+
+
+@pytest.mark.parametrize("place", ["checkpoint-2.safetensors", "checkpoint.json", "epochs.csv", "model.safetensors"])
+def test_a_full_disk_is_one_line_and_the_run_goes_on_once_there_is_room(
+    tmp_path: Path, straight: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    real = Path.replace
+
+    def replace(self: Path, target: Path) -> Path:
+        if target.name == place and (target.parent / "checkpoint.json").is_file():
+            raise OSError(28, "No space left on device")
+        return real(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", replace)
+        with pytest.raises(ValueError, match=rf"^No space left on device \(.*ce/{place}\); .* kept.* --resume goes on"):
+            harden_plan(small_model(**PLAN), out=tmp_path / "run")
+    harden_plan(small_model(**PLAN), out=tmp_path / "run", resume=True)
+    assert_same(tmp_path / "run", straight)
+
+
+def test_a_disk_that_is_full_before_an_epoch_is_finished_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("gatecrash.fitting.checkpoint.save_file", full)
+    with pytest.raises(OSError, match=r"No space left on device: .*ce/checkpoint-1.safetensors"):
+        harden_plan(small_model(**PLAN), out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("change", ["plan", "images", "weights", "version", "begun"])

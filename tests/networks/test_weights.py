@@ -246,7 +246,7 @@ def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(weights, "save_file", full_disk)
-    with pytest.raises(ValueError, match=r"cannot write weights .*: .*No space left on device"):
+    with pytest.raises(OSError, match=r"No space left on device: .*/weights.safetensors"):
         save_weights(Small(), path)
     assert_same(load_weights(Small(), path).state_dict(), old.state_dict())
     assert [file.name for file in tmp_path.iterdir()] == ["weights.safetensors"]
@@ -256,7 +256,7 @@ def test_saving_names_a_wrong_suffix_and_a_folder_that_cannot_be_made(tmp_path: 
     with pytest.raises(ValueError, match=r"weights are saved as .safetensors, got 'weights.pth'"):
         save_weights(Small(), tmp_path / "weights.pth")
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"cannot write weights .*file/weights.safetensors: .*File exists"):
+    with pytest.raises(OSError, match=r"File exists: .*file'$"):
         save_weights(Small(), tmp_path / "file" / "weights.safetensors")
 
 

@@ -127,15 +127,26 @@ def test_the_papers_number_of_steps() -> None:
     assert Inner(1 / 255).step == 1 / 255
 
 
-def test_the_success_is_the_share_whose_loss_rose() -> None:
-    """At the middle of a steep margin the outlier is already at its smallest: any move makes it surer."""
+def test_the_success_is_the_share_of_inliers_that_lose_the_majority() -> None:
+    """Margins 0.35, 0.05, 0.15, −0.05 towards the true class, and an attacker who takes 0.1: one of three falls."""
     model = TwoClasses((1.0, 0.0), b=0.0)
-    flat = TwoClasses((0.0, 0.0), b=0.0)
-    batch = batch_of(points(4, 0), torch.tensor([0, 1, 0, 1]), points(4, 1))
+    x = as_images(torch.tensor([[0.85, 0.5], [0.45, 0.5], [0.65, 0.5], [0.45, 0.5]], dtype=torch.float64))
+    batch = batch_of(x, torch.tensor([1, 0, 1, 1]), x)
+    outcome = Exposure(Encoder(model), inner=STRONG, **METHODS["aloe"])(model, batch)
+    assert float(outcome.facts["attack success"]) == pytest.approx(1 / 3)
+    assert int(outcome.counts["attack success"]) == 3
+
+
+def test_the_gain_is_the_mean_rise_of_the_outliers_cross_entropy_to_uniform() -> None:
+    model, flat = TwoClasses((1.0, 0.0), b=0.7), TwoClasses((0.0, 0.0), b=0.0)
     attacked = {"inner": STRONG, **METHODS["aloe"]}
-    assert float(Exposure(Encoder(model), **attacked)(model, batch).facts["attack success"]) == 1
-    assert float(Exposure(Encoder(flat), **attacked)(flat, batch).facts["attack success"]) == 0
-    assert float(Exposure(Encoder(flat), **attacked)(flat, batch).facts["outlier attack success"]) == 0
+    s = model.margin(points(4, 1)).detach()
+    rise = (softplus(s + 0.1) - (s + 0.1) / 2) - (softplus(s) - s / 2)
+    batch = batch_of(points(4, 0), torch.tensor([0, 1, 0, 1]), points(4, 1))
+    facts = Exposure(Encoder(model), **attacked)(model, batch).facts
+    assert float(facts["outlier attack gain"]) == pytest.approx(float(rise.mean()))
+    nothing = Exposure(Encoder(flat), **attacked)(flat, batch).facts
+    assert (float(nothing["attack success"]), float(nothing["outlier attack gain"])) == (0, 0)
 
 
 def trained_toy(method: str, epochs: int = 120) -> TwoClasses:

@@ -139,7 +139,15 @@ def test_the_accuracy_over_an_epoch_is_that_on_known_labels() -> None:
     model, step = Said(two_classes([[0.6, 0.9, 0.7, 0.2]])), TemporalEnsembling(KNOWN, 2)
     step.begin_epoch(0, 1)
     parts: list[Outcome] = [step(model, batch_of(*part)) for part in (([0, 1, 3], [0, 0, 1]), ([2], [1]))]
-    assert (3 * float(parts[0].facts["accuracy"]) + float(parts[1].facts["accuracy"])) / 4 == pytest.approx(0.5)
+    assert [(float(part.facts["accuracy"]), int(part.counts["accuracy"])) for part in parts] == [(1, 1), (0, 1)]
+
+
+def test_the_accuracy_of_a_batch_of_known_labels_is_at_most_1_and_without_any_it_counts_nothing() -> None:
+    model, step = Said(two_classes([[0.6, 0.9, 0.3, 0.2]])), TemporalEnsembling(KNOWN, 2)
+    step.begin_epoch(0, 1)
+    known, unknown = (step(model, batch_of(*part)) for part in (([0, 2], [0, 1]), ([1, 3], [0, 1])))
+    assert (float(known.facts["accuracy"]), int(known.counts["accuracy"])) == (1, 2)
+    assert (float(unknown.facts["accuracy"]), int(unknown.counts["accuracy"])) == (0, 0)
 
 
 def test_a_second_run_begins_without_the_ensemble_of_the_first() -> None:

@@ -9,7 +9,7 @@ from gatecrash.attacks.minimal import Minimal, minimal
 from gatecrash.attacks.nullspace import nullspace
 from gatecrash.attacks.purify import purify
 from gatecrash.attacks.registry import ATTACKS, Attack
-from gatecrash.attacks.rounding import Rounded, to_8bit
+from gatecrash.attacks.rounding import Rounded, RoundedFound, to_8bit
 from gatecrash.attacks.score import admit, evict, score_to
 from gatecrash.attacks.softmax import attack_softmax
 from gatecrash.attacks.worst_case import WorstCase, worst_case
@@ -22,6 +22,7 @@ __all__ = [
     "Expected",
     "Minimal",
     "Rounded",
+    "RoundedFound",
     "WorstCase",
     "admit",
     "attack_mahalanobis",

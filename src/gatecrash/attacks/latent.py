@@ -8,7 +8,9 @@ from typing import Unpack
 import torch
 from torch import Tensor, nn
 
+from gatecrash.attacks.options import check_ball
 from gatecrash.attacks.registry import register
+from gatecrash.attacks.rounding import in_8bit
 from gatecrash.ball import Ball
 from gatecrash.encoder import as_encoder
 from gatecrash.found import Found
@@ -31,6 +33,7 @@ def collide(
     step: float | None = None,
     schedule: ScheduleName = "cosine",
     stepper: Stepper | None = None,
+    eight_bit: bool = False,
     **options: Unpack[SearchOptions],
 ) -> Found:
     """Make images collide with others in latent space: f(x) ≅ f(target), with x near its start.
@@ -49,6 +52,7 @@ def collide(
         step: α; None is ε/100.
         schedule: how the step shrinks.
         stepper: another way to move; then `step` and `schedule` say nothing.
+        eight_bit: return a `RoundedFound`: images in whole grey levels inside the ball, and what that cost.
         **options: as for `search`.
 
     Returns:
@@ -62,17 +66,21 @@ def collide(
     if len(start) == 1:
         start = start.expand(len(target), -1, -1, -1)
     check_pair(start, target)
+    check_ball(ball)
     network: Encoder = as_encoder(encoder) if isinstance(encoder, nn.Module) else encoder
     goal = latents(network, target, options.get("batch_size"))
     options.setdefault("random_start", True)
+    objective = MatchLatent(network, goal)
     found = search(
-        MatchLatent(network, goal),
+        objective,
         start,
         ball,
         stepper=stepper or Adamax(step, schedule, straight=0 if schedule == "constant" else 0.5),
         steps=steps,
         **options,
     )
+    if eight_bit:
+        found = in_8bit(found, ball, objective, stop=options.get("stop"), batch_size=options.get("batch_size"))
     return found.with_measured(
         lambda rung: replace(rung, mape=mape(latents(network, rung.x, options.get("batch_size")), goal))
     )

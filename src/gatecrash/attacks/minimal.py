@@ -9,6 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from gatecrash.attacks.averaged import Averaged
+from gatecrash.attacks.options import check_counts, check_level, check_side
 from gatecrash.attacks.radii import Radii
 from gatecrash.attacks.score import require_fitted
 from gatecrash.ball import BALLS, Ball
@@ -16,8 +18,17 @@ from gatecrash.images import check_images
 from gatecrash.metrics import threshold_at_tpr
 from gatecrash.objective import LowerScore, RaiseScore
 from gatecrash.protocols import Detector, Objective, State, Stepper, Walk
-from gatecrash.search import search
+from gatecrash.search import generator_for, search
 from gatecrash.stepper import Apgd, choose
+
+DOUBTS = 4
+"""How often an answer is doubted at most."""
+
+SURE = 0.9
+"""The share of a radius inside which nothing should cross."""
+
+OTHERS: tuple[Stepper, ...] = (Averaged(0.1, 0.01), Apgd(), Averaged(), Apgd(), Averaged(0.05, 0.05, memory=0), Apgd())
+"""The attacks that doubt an answer, from the image itself at first, then from random points."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +75,10 @@ def minimal(
 
     Every sample's ball grows until a point across is found in it, then its radius is bisected. Each round is one APGD
     search inside balls of the samples' own radii, started from the nearest point across, and a sample leaves it as
-    soon as it crosses. The distances are of points that were found, so upper bounds of the smallest ones.
+    soon as it crosses. A search that fails proves nothing, so the answer is then doubted: other attacks from other
+    starts look inside nine tenths of the radius, or in the whole box where none was found, and where one of them
+    crosses the bisection goes on from there. The distances are of points that were found, so upper bounds of the
+    smallest ones.
 
     Args:
         detector: any detector, fitted; its exact score is attacked.
@@ -73,8 +87,8 @@ def minimal(
         threshold: the score above which an image is rejected, as `predict` does.
         side: "out": outliers, across at or below the threshold; "in": inliers, across above it.
         steps: steps of the search in one round.
-        rounds: rounds at most; growing to the whole box takes nine.
-        tolerance: a sample is done when its radius is known to this share of itself.
+        rounds: rounds of a bisection at most; growing to the whole box takes nine.
+        tolerance: a bisection ends when the radius is known to this share of itself.
         batch_size: search this many samples at a time; None is all at once.
 
     Raises:
@@ -82,48 +96,84 @@ def minimal(
     """
     require_fitted(detector)
     check_images(images)
-    if side not in ("out", "in"):
-        raise ValueError(f"side must be 'out' or 'in', got {side!r}")
-    if rounds < 1:
-        raise ValueError(f"rounds must be at least 1, got {rounds}")
+    check_side(side)
+    check_counts(steps=steps, rounds=rounds, batch_size=batch_size)
     if not 0 < tolerance < 1:
         raise ValueError(f"tolerance must lie in (0, 1), got {tolerance:g}")
-    if not isinstance(threshold, int | float | Tensor) or torch.as_tensor(threshold).ndim:
-        raise ValueError(f"threshold must be one number, got {threshold}; calibrate the detector for one")
+    check_level("threshold", threshold)
     limit = torch.as_tensor(threshold, dtype=images.dtype, device=images.device)
     above = torch.nextafter(limit, torch.full_like(limit, torch.inf))
     objective, stop = (LowerScore(detector), limit) if side == "out" else (RaiseScore(detector), -above)
-    parts = [
-        _minimal(objective, part, BALLS[norm], stop, steps, rounds, tolerance)
-        for part in images.detach().split(batch_size or len(images))
+    hunts = [
+        _Hunt(objective, part, BALLS[norm], stop, steps) for part in images.detach().split(batch_size or len(images))
     ]
+    parts = [hunt.run(rounds, tolerance) for hunt in hunts]
     return Minimal(*(torch.cat([getattr(part, name) for part in parts]) for name in vars(parts[0])))
 
 
-def _minimal(
-    objective: Objective, start: Tensor, kind: type[Ball], stop: Tensor, steps: int, rounds: int, tolerance: float
-) -> Minimal:
+class _Hunt:
     """The same for one batch: `low` is a radius in which the search failed, `high` the distance of the nearest find."""
-    measure = kind(1.0)
-    farthest = measure.distance(start, (start < 0.5).to(start))
-    box = kind(float(farthest.max()))
-    low, high = torch.zeros_like(farthest), torch.full_like(farthest, torch.inf)
-    point, evaluations = start.clone(), torch.zeros_like(farthest, dtype=torch.long)
-    for _ in range(rounds):
-        rows = ((low < (1 - tolerance) * high) & (low < farthest)).nonzero().flatten()
-        if len(rows) == 0:
-            break
-        growing = torch.minimum((2 * low).maximum(farthest / 255), farthest)
-        radius = torch.where(high.isinf(), growing, (low + high) / 2)[rows]
-        stepper = Within(Apgd(), kind, radius, point[rows])
-        # The balls may be smaller than what half precision tells apart.
-        found = search(objective, start[rows], box, stepper=stepper, steps=steps + 1, stop=stop, precision="float32")
-        evaluations[rows] += found.evaluations
-        reached = measure.distance(found.x, start[rows])
-        point[rows] = choose(found.success | high[rows].isinf(), found.x, point[rows])
-        low[rows] = torch.where(found.success, low[rows], radius)
-        high[rows] = torch.where(found.success, reached, high[rows])
-    return Minimal(point, start, high, evaluations)
+
+    def __init__(self, objective: Objective, start: Tensor, kind: type[Ball], stop: Tensor, steps: int) -> None:
+        self.objective, self.start, self.kind, self.stop, self.steps = objective, start, kind, stop, steps
+        self.measure = kind(1.0)
+        self.farthest = self.measure.distance(start, (start < 0.5).to(start))
+        self.box = kind(float(self.farthest.max()))
+        self.low, self.high = torch.zeros_like(self.farthest), torch.full_like(self.farthest, torch.inf)
+        self.point, self.evaluations = start.clone(), torch.zeros_like(self.farthest, dtype=torch.long)
+        self.generator = generator_for(None, start.device)
+
+    def run(self, rounds: int, tolerance: float) -> Minimal:
+        """Bisect, doubt, and bisect what the doubt was right about."""
+        self._bisect(rounds, tolerance)
+        doubted = (self.high > 0).nonzero().flatten()
+        for _ in range(DOUBTS):
+            doubted = self._doubt(doubted)
+            self._bisect(rounds, tolerance)
+        return Minimal(self.point, self.start, self.high, self.evaluations)
+
+    def _bisect(self, rounds: int, tolerance: float) -> None:
+        for _ in range(rounds):
+            rows = ((self.low < (1 - tolerance) * self.high) & (self.low < self.farthest)).nonzero().flatten()
+            if len(rows) == 0:
+                break
+            growing = torch.minimum((2 * self.low).maximum(self.farthest / 255), self.farthest)
+            radius = torch.where(self.high.isinf(), growing, (self.low + self.high) / 2)[rows]
+            crossed = self._look(rows, radius, Apgd(), self.point[rows])
+            self.low[rows] = torch.where(crossed, self.low[rows], radius)
+
+    def _doubt(self, rows: Tensor) -> Tensor:
+        """Look well inside these answers with other attacks; those that were wrong, to be bisected anew."""
+        radius = torch.where(self.high.isinf(), self.farthest, SURE * self.high)
+        left = rows
+        for number, stepper in enumerate(OTHERS):
+            if len(left) == 0:
+                break
+            uniform = torch.rand(self.start.shape, generator=self.generator, device=self.generator.device)
+            balls = Radii(self.kind, radius[left], self.box.box)
+            anywhere = balls.random_start(self.start[left], uniform.to(self.start)[left])
+            crossed = self._look(left, radius[left], stepper, anywhere if number else self.start[left], 3 * self.steps)
+            left = left[~crossed]
+        wrong = rows[self.high[rows] <= radius[rows]]
+        self.low[wrong] = 0
+        return wrong
+
+    def _look(self, rows: Tensor, radius: Tensor, stepper: Stepper, point: Tensor, steps: int | None = None) -> Tensor:
+        """Search inside balls of these radii from these points, and keep what is found; who crossed, (B,)."""
+        found = search(
+            self.objective,
+            self.start[rows],
+            self.box,
+            stepper=Within(stepper, self.kind, radius, point),
+            steps=(steps or self.steps) + 1,
+            stop=self.stop,
+            precision="float32",  # the balls may be smaller than what half precision tells apart
+        )
+        self.evaluations[rows] += found.evaluations
+        reached = self.measure.distance(found.x, self.start[rows])
+        self.point[rows] = choose(found.success | self.high[rows].isinf(), found.x, self.point[rows])
+        self.high[rows] = torch.where(found.success, reached, self.high[rows])
+        return found.success
 
 
 @dataclass(frozen=True)

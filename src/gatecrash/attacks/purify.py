@@ -9,6 +9,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
+from gatecrash.attacks.options import check_counts
 from gatecrash.ball import Ball, Linf
 from gatecrash.found import Found
 from gatecrash.search import SearchOptions, search
@@ -46,7 +47,7 @@ def purify(
         What was found; `found.score` is the score of the purified features.
 
     Raises:
-        ValueError: `pull` is negative, the ball has a box, or the features are not floats.
+        ValueError: `pull` is negative, the ball has a box, or the features are not floats or none.
     """
     if not pull >= 0:
         raise ValueError(f"pull must not be negative, got {pull:g}")
@@ -54,6 +55,9 @@ def purify(
         raise ValueError(f"features have no box: give the ball box=None, got {ball} with {ball.box}")
     if not (features.is_floating_point() and features.ndim >= 2):
         raise ValueError(f"features must be floats of shape (B, ...), got {features.dtype} {tuple(features.shape)}")
+    if features.numel() == 0:
+        raise ValueError(f"features must hold at least one sample, got shape {tuple(features.shape)}")
+    check_counts(steps=steps, batch_size=options.get("batch_size"))
     found = search(
         Likelier(judge, features.detach(), pull),
         features,

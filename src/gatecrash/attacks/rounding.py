@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from gatecrash.ball import Ball, Linf
+from gatecrash.found import Found
 from gatecrash.images import check_images, check_pair
 from gatecrash.protocols import Objective
 from gatecrash.stepper import choose
@@ -40,6 +41,35 @@ class Rounded:
     def pixels(self) -> Tensor:
         """The images as uint8."""
         return (self.x * LEVELS).round().to(torch.uint8)
+
+
+@dataclass(frozen=True)
+class RoundedFound(Found):
+    """What a search found and, where 8-bit images were asked for, what rounding it cost: `x` is then the rounded."""
+
+    rounding: Rounded | None = None
+
+    @property
+    def cost(self) -> Tensor | None:
+        """What rounding took from the attack, (B,), in units of the objective."""
+        return None if self.rounding is None else self.rounding.cost
+
+
+def in_8bit(
+    found: Found, ball: Ball, objective: Objective, *, stop: float | Tensor | None, batch_size: int | None
+) -> Found:
+    """What a search found, in whole grey levels: images, values and success are those of the rounded images."""
+
+    def of(rung: Found, around: Ball) -> RoundedFound:
+        rounded = to_8bit(rung.x, rung.start, around, objective, batch_size=batch_size)
+        limit = rung.start_value if stop is None else torch.as_tensor(stop).to(rounded.value)
+        success = rounded.value < limit if stop is None else rounded.value <= limit
+        told = vars(rung) | {"x": rounded.x, "value": rounded.value, "success": success, "lower_rungs": ()}
+        return RoundedFound(**told, rounding=rounded)
+
+    rungs = tuple(of(rung, around) for rung, around in zip(found.rungs, ball.rungs, strict=True))
+    largest = rungs[ball.ladder.index(ball.eps)]
+    return largest if len(rungs) == 1 else replace(largest, lower_rungs=rungs)
 
 
 def to_8bit(x: Tensor, start: Tensor, ball: Ball, objective: Objective, *, batch_size: int | None = None) -> Rounded:

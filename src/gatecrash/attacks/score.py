@@ -8,7 +8,9 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
+from gatecrash.attacks.options import check_ball
 from gatecrash.attacks.registry import register
+from gatecrash.attacks.rounding import in_8bit
 from gatecrash.ball import Ball
 from gatecrash.found import Found
 from gatecrash.images import check_images
@@ -26,6 +28,7 @@ def admit(
     *,
     steps: int = 100,
     stepper: Stepper | None = None,
+    eight_bit: bool = False,
     **options: Unpack[SearchOptions],
 ) -> Found:
     """Lower the score of outliers until the detector lets them in.
@@ -39,10 +42,15 @@ def admit(
         ball: how far an image may be moved.
         steps: steps per run.
         stepper: how to move; APGD by default.
+        eight_bit: return a `RoundedFound`: images in whole grey levels inside the ball, and what that cost.
         **options: as for `search`.
     """
     require_fitted(detector)
-    found = search(LowerScore(detector), outliers, ball, stepper=stepper or Apgd(), steps=steps, **options)
+    check_ball(ball)
+    objective = LowerScore(detector)
+    found = search(objective, outliers, ball, stepper=stepper or Apgd(), steps=steps, **options)
+    if eight_bit:
+        found = in_8bit(found, ball, objective, stop=options.get("stop"), batch_size=options.get("batch_size"))
     return found.with_measured(lambda rung: replace(rung, score=rung.value, start_score=rung.start_value))
 
 
@@ -54,6 +62,7 @@ def evict(
     *,
     steps: int = 100,
     stepper: Stepper | None = None,
+    eight_bit: bool = False,
     **options: Unpack[SearchOptions],
 ) -> Found:
     """Raise the score of inliers until the detector throws them out.
@@ -62,10 +71,14 @@ def evict(
     is minus the score.
     """
     require_fitted(detector)
+    check_ball(ball)
     stop = options.get("stop")
     if stop is not None:
         options["stop"] = -stop
-    found = search(RaiseScore(detector), inliers, ball, stepper=stepper or Apgd(), steps=steps, **options)
+    objective = RaiseScore(detector)
+    found = search(objective, inliers, ball, stepper=stepper or Apgd(), steps=steps, **options)
+    if eight_bit:
+        found = in_8bit(found, ball, objective, stop=options.get("stop"), batch_size=options.get("batch_size"))
     return found.with_measured(lambda rung: replace(rung, score=-rung.value, start_score=-rung.start_value))
 
 
@@ -87,6 +100,7 @@ def score_to(
     """
     require_fitted(detector)
     check_images(start, "start")
+    check_ball(ball)
     goal = torch.as_tensor(value, dtype=start.dtype, device=start.device)
     if goal.ndim and goal.shape != start.shape[:1]:
         raise ValueError(f"value must be one number or of shape ({len(start)},), got {tuple(goal.shape)}")

@@ -10,17 +10,21 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from gatecrash.attacks.averaged import Averaged
 from gatecrash.attacks.classifier import stepper_for
 from gatecrash.attacks.latent import latents
+from gatecrash.attacks.options import check_ball, check_counts, check_level, check_side
+from gatecrash.attacks.ranked import Ranked
 from gatecrash.attacks.registry import register
+from gatecrash.attacks.rounding import RoundedFound, to_8bit
 from gatecrash.attacks.score import require_fitted, scores
+from gatecrash.attacks.surrogates import SURROGATES, logits_read, unprocessed
 from gatecrash.ball import Ball
 from gatecrash.found import Found
 from gatecrash.images import check_images
 from gatecrash.objective import squared_difference
 from gatecrash.protocols import Detector, Latent, Objective, Stepper, leaves, rows_of
 from gatecrash.search import generator_for, search
-from gatecrash.speed import Pace, current_pace
 from gatecrash.stepper import Adamax, Apgd, Square, choose
 
 Side = Literal["out", "in"]
@@ -32,6 +36,13 @@ class Budget:
 
     steps: int
     restarts: int
+    """Long runs on the score."""
+    starts: int
+    """Short runs on the score from random points, which find more of its valleys than long ones do."""
+    averaged: int
+    """Runs along mean gradients."""
+    hops: int
+    """Short runs from the best point with some of its pixels drawn anew."""
     surrogate_steps: int
     targets: int
     """Classes to aim at, and latents to collide with."""
@@ -40,14 +51,29 @@ class Budget:
 
 
 BUDGETS = {
-    "quick": Budget(steps=30, restarts=1, surrogate_steps=20, targets=1, collision_steps=20, square_steps=50),
-    "standard": Budget(steps=100, restarts=8, surrogate_steps=50, targets=3, collision_steps=50, square_steps=200),
-    "thorough": Budget(steps=200, restarts=10, surrogate_steps=100, targets=9, collision_steps=100, square_steps=1000),
+    "quick": Budget(
+        30, 1, starts=0, averaged=1, hops=0, surrogate_steps=20, targets=1, collision_steps=20, square_steps=50
+    ),
+    "standard": Budget(
+        100, 2, starts=12, averaged=6, hops=6, surrogate_steps=50, targets=3, collision_steps=50, square_steps=200
+    ),
+    "thorough": Budget(
+        200, 4, starts=24, averaged=12, hops=16, surrogate_steps=100, targets=9, collision_steps=100, square_steps=1000
+    ),
 }
+
+SHORT = 25
+"""The steps of a short run."""
+
+HOP = 0.15
+"""The share of the pixels that a hop draws anew."""
+
+FRESH = 8
+"""Evaluations that a randomised detector's score is the mean of."""
 
 
 @dataclass(frozen=True)
-class WorstCase(Found):
+class WorstCase(RoundedFound):
     """What the suite found, with the attack that won for every sample and what each of them spent."""
 
     winner: tuple[str, ...] = ()
@@ -67,14 +93,20 @@ def worst_case(
     stop: float | Tensor | None = None,
     generator: torch.Generator | int | None = None,
     batch_size: int | None = None,
+    eight_bit: bool = False,
 ) -> WorstCase:
     """The strongest perturbation that a suite of attacks finds, per sample; there is nothing to tune.
 
-    In turn: APGD on the score itself, then plain small steps; where the detector reads logits, APGD on surrogates that
-    do not saturate (log-odds, margin, spread of the logits) and towards each of the likeliest classes; transfer from
-    the score without preprocessing where it has one; collision with the nearest latents of `others`; a gradient-free
-    Square search; and the score once more from the best point of all, with halved and with annealed steps. Whatever an
-    attack follows, its points are ranked by the detector's own score.
+    In turn: APGD on the score itself, in long runs and from many random points; steps along mean gradients, for scores
+    with kinks, and plain small ones; where the detector reads logits, APGD on surrogates that do not saturate
+    (log-odds, margin, spread of the logits) and towards each of the likeliest classes; transfer from the score without
+    preprocessing where it has one; collision with the nearest latents of `others`; a gradient-free Square search; and
+    the score once more from the best point of all: with some pixels drawn anew, with halved steps, along mean
+    gradients. Whatever an attack follows, its points are ranked by the detector's own score.
+
+    The best of many values of a randomised detector is the luckiest. What each attack found is therefore evaluated
+    anew, several times, before it is compared, and once more before it is reported. Follow the mean of a detector's
+    draws: `worst_case(Expected(detector, draws=16), …)`.
 
     Args:
         detector: any detector, fitted.
@@ -86,16 +118,30 @@ def worst_case(
         stop: a score; a sample that has crossed it is left alone by the attacks that follow.
         generator: a generator or a seed.
         batch_size: attack this many samples at a time.
+        eight_bit: return images in whole grey levels inside the ball; `found.cost` is what that took from the attack.
 
     Returns:
         What was found; `found.score` is the detector's score, `found.winner` the attack behind it.
+
+    Raises:
+        ValueError: the images are none, the detector is not fitted, or an option is off.
+        TypeError: the ball is none.
     """
     require_fitted(detector)
     check_images(images)
-    if side not in ("out", "in"):
-        raise ValueError(f"side must be 'out' or 'in', got {side!r}")
+    check_ball(ball)
+    check_side(side)
+    check_counts(batch_size=batch_size)
     if budget not in BUDGETS:
         raise ValueError(f"budget must be one of {', '.join(BUDGETS)}, got {budget!r}")
+    if stop is not None:
+        check_level("stop", stop, len(images))
+    if others is not None:
+        check_images(others, "others")
+        if others.shape[1:] != images.shape[1:]:
+            raise ValueError(
+                f"others must be of the images' shape {tuple(images.shape[1:])}, got {tuple(others.shape[1:])}"
+            )
     source = generator_for(generator, images.device)
     rungs: dict[int, WorstCase] = {}
     order = sorted(range(len(ball.ladder)), key=lambda i: ball.ladder[i])
@@ -104,47 +150,10 @@ def worst_case(
         suite = _Suite(detector, images, ball.rungs[i], side, BUDGETS[budget], others, stop, source, batch_size)
         rungs[i] = suite.run(warm)
         warm = rungs[i].x
+        if eight_bit:
+            rungs[i] = suite.rounded(rungs[i])
     last = rungs[order[-1]]
     return last if len(order) == 1 else replace(last, lower_rungs=tuple(rungs[i] for i in range(len(order))))
-
-
-class Ranked:
-    """An objective that is followed, while the points it passes are ranked by the detector's own score.
-
-    `value` and `x` hold the best score (smaller is better for the attacker) and its point for every row. Scores of two
-    paces are never compared: at a change of pace the points held are scored again.
-    """
-
-    def __init__(
-        self, detector: Detector, sign: float, follow: Callable[[Latent, Tensor], Tensor], start: Tensor
-    ) -> None:
-        self.detector, self.sign, self.follow = detector, sign, follow
-        self.x = start.clone()
-        self.value = torch.full((len(start),), torch.inf, dtype=start.dtype, device=start.device)
-        self.pace: Pace = "plain"
-        self.rough = False
-
-    def __call__(self, x: Tensor, rows: Tensor) -> Tensor:
-        """The followed value, (B,)."""
-        if current_pace() != self.pace:
-            self._change_pace(rows)
-        z = self.detector.encode(x)
-        score = (self.sign * self.detector.judge(z)).detach().to(self.value.dtype)
-        better = score < self.value[rows]
-        self.value[rows] = torch.where(better, score, self.value[rows])
-        self.x[rows] = choose(better, x.detach(), self.x[rows])
-        return self.follow(z, rows)
-
-    def _change_pace(self, rows: Tensor) -> None:
-        """Score the points held again, where there are some."""
-        self.pace, self.rough = current_pace(), True
-        with torch.no_grad():
-            score = (self.sign * self.detector.judge(self.detector.encode(self.x[rows]))).to(self.value.dtype)
-        self.value[rows] = torch.where(self.value[rows].isinf(), self.value[rows], score)
-
-    def verified(self, batch_size: int | None) -> Tensor:
-        """The best scores as the detector itself gives them, (B,)."""
-        return self.sign * scores(self.detector, self.x, batch_size) if self.rough else self.value
 
 
 class _Suite:
@@ -162,46 +171,45 @@ class _Suite:
         generator: torch.Generator,
         batch_size: int | None,
     ) -> None:
-        self.detector, self.images, self.ball, self.budget, self.others = (
-            detector,
-            images.detach(),
-            ball,
-            budget,
-            others,
-        )
+        self.detector, self.images, self.ball = detector, images.detach(), ball
+        self.budget, self.others = budget, others
         self.sign = 1.0 if side == "out" else -1.0
         self.generator, self.batch_size = generator, batch_size
-        self.start = self.sign * scores(detector, self.images, batch_size)
+        self.passes = 1 if repeats_itself(detector, self.images, batch_size) else FRESH
+        self.start = self._scores(self.images)
         self.stop = None if stop is None else (self.sign * torch.as_tensor(stop).to(self.start)).expand_as(self.start)
         self.x, self.value = self.images.clone(), self.start.clone()
         self.winner = ["start"] * len(images)
         self.steps = torch.zeros(len(images), dtype=torch.long, device=images.device)
-        self.evaluations = torch.ones_like(self.steps)
+        self.evaluations = torch.full_like(self.steps, self.passes)
         self.spent: dict[str, int] = {}
         with torch.no_grad():
             example = logits_read(detector, detector.encode(self.images[:1]))
         self.classes = 0 if example is None else example.shape[1]
         self.reads_logits_only = getattr(getattr(detector, "card", None), "reads", None) in ("logits", "scores")
+        # Where logits do not tell all, more starts look for what they leave out.
+        self.width = 1 if self.reads_logits_only else 2
 
     def run(self, warm: Tensor | None) -> WorstCase:
         """All attacks in turn, each on the samples that are left."""
         if warm is not None:
             rows = self._left()
-            self._take("warm start", rows, warm[rows], self.sign * scores(self.detector, warm[rows], self.batch_size))
+            self._take("warm start", rows, warm[rows], self._scores(warm[rows]))
         for name, attack in self._attacks():
             rows = self._left()
             if len(rows):
                 attack(name, rows)
-        success = self.value <= self.stop if self.stop is not None else self.value < self.start
         inside = self.ball.contains(self.x, self.images)
         if not bool(inside.all()):
             raise RuntimeError(f"{int((~inside).sum())} samples left the {self.ball} they started in")
+        if self.passes > 1:
+            self.value = self._afresh(torch.arange(len(self.x), device=self.x.device), self.x)
         return WorstCase(
             x=self.x,
             value=self.value,
             start=self.images,
             start_value=self.start,
-            success=success,
+            success=self._success(self.value),
             steps=self.steps,
             evaluations=self.evaluations,
             score=self.sign * self.value,
@@ -210,22 +218,62 @@ class _Suite:
             spent=self.spent,
         )
 
+    def rounded(self, found: WorstCase) -> WorstCase:
+        """What was found in whole grey levels."""
+        rounded = to_8bit(found.x, found.start, self.ball, lambda x, rows: self._scores(x), batch_size=self.batch_size)
+        return replace(
+            found,
+            x=rounded.x,
+            value=rounded.value,
+            success=self._success(rounded.value),
+            score=self.sign * rounded.value,
+            rounding=rounded,
+        )
+
     def _attacks(self) -> Iterator[tuple[str, Callable[[str, Tensor], None]]]:
-        yield "score", self._descend
-        yield "small steps", self._walk
+        budget, eps = self.budget, self.ball.eps
+        yield "score", partial(self._descend, Apgd(), budget.steps, restarts=budget.restarts * self.width)
+        if budget.starts:
+            yield (
+                "many starts",
+                partial(self._descend, Apgd(), SHORT, restarts=budget.starts * self.width, random_start=True),
+            )
+        yield (
+            "mean gradients",
+            partial(self._descend, Averaged(), budget.surrogate_steps, restarts=budget.averaged * self.width),
+        )
+        # Small steps from the image itself pass through places that large ones leap over.
+        yield "small steps", partial(self._descend, stepper_for(self.ball, share=2.5 / budget.steps), budget.steps)
         if self.classes > 1:
             for name, surrogate in SURROGATES.items():
                 yield name, partial(self._follow, surrogate)
-            for rank in range(min(self.budget.targets, self.classes)):
+            for rank in range(min(budget.targets, self.classes)):
                 yield f"class {rank + 1}", partial(self._aim, rank)
         if getattr(self.detector, "preprocesses", False):
             yield "without preprocessing", self._transfer
         if self.others is not None:
-            for nearest in range(min(self.budget.targets, len(self.others))):
+            for nearest in range(min(budget.targets, len(self.others))):
                 yield f"collision {nearest + 1}", partial(self._collide, nearest)
-        yield "square", self._square
-        yield "score from the best", partial(self._polish, Apgd(step=self.ball.eps / 4))
-        yield "annealed from the best", partial(self._polish, Adamax(step=self.ball.eps / 10))
+        yield "square", partial(self._polish, Square(), budget.square_steps)
+        if budget.hops:
+            yield "hops from the best", self._hop
+        yield "score from the best", partial(self._polish, Apgd(step=eps / 4), budget.steps)
+        yield "mean gradients from the best", partial(self._polish, Averaged(0.03, 0.0005), budget.steps)
+
+    def _scores(self, x: Tensor) -> Tensor:
+        """The detector's score of images, smaller is better for the attacker; of a randomised one a mean, (B,)."""
+        drawn = [scores(self.detector, x, self.batch_size) for _ in range(self.passes)]
+        return self.sign * torch.stack(drawn).mean(dim=0)
+
+    def _afresh(self, rows: Tensor, x: Tensor) -> Tensor:
+        """The same, counted as work."""
+        self.evaluations[rows] += self.passes
+        self.spent["fresh draws"] = self.spent.get("fresh draws", 0) + self.passes * len(rows)
+        return self._scores(x)
+
+    def _success(self, value: Tensor) -> Tensor:
+        """Whether a value reached `stop`; without one, whether it is below the start's, (B,)."""
+        return value <= self.stop if self.stop is not None else value < self.start
 
     def _left(self) -> Tensor:
         """The samples that have not crossed the threshold."""
@@ -269,41 +317,51 @@ class _Suite:
 
     def _take(self, name: str, rows: Tensor, x: Tensor, value: Tensor) -> None:
         """Keep what is better than before."""
+        if self.passes > 1:
+            value = self._afresh(rows, x)
         better = value < self.value[rows]
         self.x[rows] = choose(better, x, self.x[rows])
         self.value[rows] = torch.where(better, value, self.value[rows])
         for row in rows[better].tolist():
             self.winner[row] = name
 
-    def _descend(self, name: str, rows: Tensor) -> None:
+    def _descend(
+        self, stepper: Stepper, steps: int, name: str, rows: Tensor, *, restarts: int = 1, random_start: bool = False
+    ) -> None:
+        """The score itself, from the image and from random points."""
         found = self._search(
             name,
             rows,
             self._objective,
-            Apgd(),
-            self.budget.steps,
-            # Where logits do not tell all, more random starts look for what they leave out.
-            restarts=self.budget.restarts * (1 if self.reads_logits_only else 2),
+            stepper,
+            steps,
+            restarts=restarts,
+            random_start=random_start,
             own_stop=True,
         )
         self._take(name, rows, found.x, found.value)
 
-    def _walk(self, name: str, rows: Tensor) -> None:
-        """Plain small steps from the image itself, which pass through places that large ones leap over."""
-        steps = self.budget.steps
-        stepper = stepper_for(self.ball, share=2.5 / steps)
-        found = self._search(name, rows, self._objective, stepper, steps, own_stop=True)
+    def _polish(self, stepper: Stepper, steps: int, name: str, rows: Tensor) -> None:
+        """The score itself, from the best point of all."""
+        found = self._search(name, rows, self._objective, stepper, steps, first=self.x[rows], own_stop=True)
         self._take(name, rows, found.x, found.value)
 
-    def _polish(self, stepper: Stepper, name: str, rows: Tensor) -> None:
-        found = self._search(name, rows, self._objective, stepper, self.budget.steps, first=self.x[rows], own_stop=True)
-        self._take(name, rows, found.x, found.value)
+    def _hop(self, name: str, rows: Tensor) -> None:
+        """From the best point with some pixels drawn anew to the bottom of that valley, again and again."""
+        for _ in range(self.budget.hops * self.width):
+            anew = self.ball.random_start(self.images, self._uniform())
+            start = torch.where(self._uniform() < HOP, anew, self.x)
+            rows = self._left()
+            if len(rows) == 0:
+                return
+            found = self._search(
+                name, rows, self._objective, Apgd(step=self.ball.eps / 2), SHORT, first=start[rows], own_stop=True
+            )
+            self._take(name, rows, found.x, found.value)
 
-    def _square(self, name: str, rows: Tensor) -> None:
-        found = self._search(
-            name, rows, self._objective, Square(), self.budget.square_steps, first=self.x[rows], own_stop=True
-        )
-        self._take(name, rows, found.x, found.value)
+    def _uniform(self) -> Tensor:
+        source, like = self.generator, self.images
+        return torch.rand(like.shape, generator=source, device=source.device, dtype=like.dtype).to(like.device)
 
     def _follow(self, surrogate: Callable[[Tensor], Tensor], name: str, rows: Tensor) -> None:
         """A function of the logits attacked, its points ranked by the score."""
@@ -338,13 +396,14 @@ class _Suite:
 
     def _transfer(self, name: str, rows: Tensor) -> None:
         """The score of the unprocessed input attacked; what that gives is scored in full."""
-        encoder = getattr(self.detector, "encoder", None)
-        if encoder is None:
-            return
         found = self._search(
-            name, rows, lambda x, at: self.sign * self.detector.judge(encoder(x)), Apgd(), self.budget.steps
+            name,
+            rows,
+            lambda x, at: self.sign * self.detector.judge(unprocessed(self.detector, x)),
+            Apgd(),
+            self.budget.steps,
         )
-        self._take(name, rows, found.x, self.sign * scores(self.detector, found.x, self.batch_size))
+        self._take(name, rows, found.x, self._scores(found.x))
 
     def _collide(self, nearest: int, name: str, rows: Tensor) -> None:
         """A collision with the n-th nearest of the other side's latents that lie on the right side of the score."""
@@ -363,47 +422,15 @@ class _Suite:
         return self.others[value.argsort()[: max(1, len(value) // 2)]]
 
 
+def repeats_itself(detector: Detector, images: Tensor, batch_size: int | None) -> bool:
+    """Whether a few images score the same twice, but for rounding."""
+    first, second = (scores(detector, images[:8], batch_size) for _ in range(2))
+    return bool(((first - second).abs() <= 1e-5 * first.abs().mean()).all())
+
+
 def nearest_latents(detector: Detector, images: Tensor, others: Tensor, nearest: int, batch_size: int | None) -> Latent:
     """For every image the latent of the n-th nearest of the others."""
     own, theirs = (latents(detector.encode, x, batch_size) for x in (images, others))
     flat = [torch.cat([leaf.flatten(1) for leaf in leaves(z)], dim=1) for z in (own, theirs)]
     order = torch.cdist(flat[0], flat[1]).argsort(dim=1)
     return rows_of(theirs, order[:, nearest % order.shape[1]])
-
-
-def log_odds(logits: Tensor) -> Tensor:
-    """Minus the log-odds of the largest softmax probability, (B,); it never saturates."""
-    top = logits.max(dim=1, keepdim=True)
-    return logits.scatter(1, top.indices, -torch.inf).logsumexp(dim=1) - top.values.squeeze(1)
-
-
-def margin(logits: Tensor) -> Tensor:
-    """Minus the distance between the two largest logits, (B,)."""
-    top = logits.topk(2, dim=1).values
-    return top[:, 1] - top[:, 0]
-
-
-def spread_of(logits: Tensor) -> Tensor:
-    """The mean logit less logsumexp, (B,)."""
-    return logits.mean(dim=1) - logits.logsumexp(dim=1)
-
-
-SURROGATES: dict[str, Callable[[Tensor], Tensor]] = {"log-odds": log_odds, "margin": margin, "logit spread": spread_of}
-"""Functions of logits that, like a score, are higher the less sure the classifier is, and do not saturate."""
-
-
-def logits_read(detector: Detector, z: Latent) -> Tensor | None:
-    """The logits that a detector reads off its latent, (B, K); of several networks' the log of their mean softmax.
-
-    None where it reads none: of an ensemble's members, those that read logits count.
-    """
-    parts = [part for part in logit_parts(detector, z) if part.ndim == 2]
-    if not parts or any(part.shape != parts[0].shape for part in parts) or parts[0].shape[1] < 2:
-        return None
-    return parts[0] if len(parts) == 1 else torch.stack([p.log_softmax(dim=1) for p in parts]).logsumexp(dim=0)
-
-
-def logit_parts(detector: Detector, z: Latent) -> list[Tensor]:
-    """The tensors in a latent that are logits; none where the detector does not say."""
-    told: Callable[[Latent], list[Tensor]] | None = getattr(detector, "logits_in", None)
-    return [] if told is None else told(z)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gatecrash.audit.models import completed, load_model
 from gatecrash.audit.plan import AttackPlan, DetectorPlan, PicturePlan, Plan, SourcePlan, plan_text
 from gatecrash.data import ImageSet, load_source
-from gatecrash.detectors import DETECTORS, Detector, ScoreEnsemble, build
+from gatecrash.detectors import DETECTORS, Detector, Expected, ScoreEnsemble, build
 from gatecrash.encoder import Encoder
 from gatecrash.files import at_home
 from gatecrash.images import Images, batches
@@ -36,8 +36,8 @@ class Job:
     plan: str
     """The resolved plan, as YAML."""
     detectors: dict[str, Detector]
-    encoder: Encoder
-    """The network's output, which collisions of logits and the softmax attack read."""
+    encoder: Encoder | None
+    """The network's output, which collisions of logits and the softmax attack read; None where no detector has one."""
     features: Encoder | None
     """The layer that `of: features` means."""
     inliers: ImageSet
@@ -53,13 +53,23 @@ class Job:
 
     @property
     def networks(self) -> dict[str, str]:
-        """The SHA-256 of every network's weights."""
-        encoders = [
-            self.encoder,
-            *(part for d in self.detectors.values() for part in d.modules() if isinstance(part, Encoder)),
-        ]
-        models = {id(encoder.model): encoder.model for encoder in encoders}
+        """The SHA-256 of every network's weights, and of every detector without one."""
+        first = [] if self.encoder is None else [self.encoder]
+        encoders = [*first, *(part for detector in self.detectors.values() for part in encoders_in(detector))]
+        alone = [detector for detector in self.detectors.values() if not encoders_in(detector)]
+        models = {id(model): model for model in [*(encoder.model for encoder in encoders), *alone]}
         return {f"{type(model).__name__} {number}": hash_of(model) for number, model in enumerate(models.values())}
+
+    @property
+    def output(self) -> Encoder:
+        """The network's output.
+
+        Raises:
+            ValueError: there is no network.
+        """
+        if self.encoder is None:
+            raise ValueError("no detector has an Encoder, so there is no network whose output could be read")
+        return self.encoder
 
     @property
     def sets(self) -> dict[str, ImageSet]:
@@ -113,7 +123,8 @@ def build_detector(plan: DetectorPlan, encoder: Encoder, features: Encoder | Non
     A bundle that it names is relative to `folder`.
     """
     if plan.members is not None:
-        return ScoreEnsemble([build_detector(member, encoder, features, folder) for member in plan.members])
+        members = [build_detector(member, encoder, features, folder) for member in plan.members]
+        return Expected(members[0], **plan.options) if plan.name == "expected" else ScoreEnsemble(members)
     kind = DETECTORS[plan.name]
     base = encoder
     if kind.card.reads in ("features", "maps") and not plan.options.get("layers"):
@@ -133,6 +144,8 @@ def encoders_of(detector: Detector) -> Any:
     """What `load` and `build` need beside a detector's spec: its encoder, or a list with every member's."""
     if isinstance(detector, ScoreEnsemble):
         return [encoders_of(member) for member in detector.detectors]
+    if isinstance(detector, Expected):
+        return encoders_of(detector.detector)
     if detector.encoder is not None:
         return detector.encoder
     return encoders_in(detector)

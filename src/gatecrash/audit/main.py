@@ -10,7 +10,7 @@ import yaml
 from pydantic import ValidationError
 
 from gatecrash.audit.checks import run_checks
-from gatecrash.audit.job import Job, as_set, job_of_plan, named_detectors
+from gatecrash.audit.job import Job, as_set, encoders_in, job_of_plan, named_detectors
 from gatecrash.audit.manifest import manifest_of, pick_device
 from gatecrash.audit.plan import AttackPlan, Plan, check_titles, read_plan, sentence
 from gatecrash.audit.rows import rows_of, sample_rows
@@ -67,9 +67,13 @@ def audit(
         for b in balls
     ]
     plans = attack_plans([*wanted, *attacks])
-    first = next((part for d in named.values() for part in d.modules() if isinstance(part, Encoder)), None)
-    if first is None:
-        raise ValueError("no detector has an Encoder, so there is no network to attack")
+    first = next((part for detector in named.values() for part in encoders_in(detector)), features)
+    for plan in plans:
+        if plan.reads_network and first is None:
+            raise ValueError(
+                f"{plan.title} reads a network, and no detector has an Encoder; admit, evict, worst_case and collide "
+                "of: detector need none"
+            )
     device = next(iter(named.values())).device
     sets = {name: as_set(data, name) for name, data in outliers.items()}
     if "inliers" in sets:
@@ -87,7 +91,7 @@ def audit(
             sort_keys=False,
         ),
         detectors=named,
-        encoder=first.at(None),
+        encoder=None if first is None else first.at(None),
         features=features,
         inliers=as_set(inliers, "inliers"),
         outliers=sets,

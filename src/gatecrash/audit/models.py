@@ -16,7 +16,7 @@ from torch import nn
 
 from gatecrash.audit.plan import ModelPlan
 from gatecrash.files import at_home
-from gatecrash.networks import NETWORKS, PRETRAINED, load_weights
+from gatecrash.networks import NETWORKS, PRETRAINED, hash_of, load_weights
 from gatecrash.networks.clip import load_clip, read_preprocessing
 from gatecrash.registry import Registry, unknown
 
@@ -51,7 +51,9 @@ def load_model(plan: ModelPlan, folder: Path, *, trust: bool = False, modules: P
         inner = bundled(folder / name)
         if inner.name.startswith("bundle:"):
             raise ValueError(f"{folder / name} is a bundle of a bundle")
-        return load_model(inner, folder / name, trust=trust, modules=folder)
+        model = load_model(inner, folder / name, trust=trust, modules=folder)
+        check_weights(model, folder / name)
+        return model
     if kind not in MAKERS:
         model = call_function(kind, name, plan, modules or folder, trust=trust)
         needs_weights = False
@@ -162,6 +164,19 @@ def bundled(folder: Path) -> ModelPlan:
         return ModelPlan.model_validate(known | {"weights": "model.safetensors"})
     except (json.JSONDecodeError, AttributeError, ValidationError) as error:
         raise ValueError(f"{about} does not describe a network: {' '.join(str(error).split())}") from error
+
+
+def check_weights(model: nn.Module, folder: Path) -> None:
+    """Raises a ValueError where a model bundle's weights are not those that its manifest has the hash of."""
+    manifest = folder / "manifest.json"
+    if not manifest.is_file():
+        return
+    try:
+        known = json.loads(manifest.read_text(encoding="utf-8")).get("weights_sha256")
+    except (json.JSONDecodeError, AttributeError) as error:
+        raise ValueError(f"{manifest} is damaged: {' '.join(str(error).split())}") from error
+    if known is not None and known != hash_of(model):
+        raise ValueError(f"{folder / 'model.safetensors'} was changed: its weights are not those of {manifest}")
 
 
 def completed(plan: ModelPlan, folder: Path) -> ModelPlan:

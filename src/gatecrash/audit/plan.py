@@ -20,7 +20,6 @@ from pydantic import (
     model_validator,
 )
 
-from gatecrash.attacks import ATTACKS
 from gatecrash.ball import BALLS, Ball
 from gatecrash.data import SOURCES
 from gatecrash.detectors import DETECTORS
@@ -87,6 +86,11 @@ class ModelPlan(Part):
     resize: Side | None = None
     """The side the network wants, where that is another: resized inside, differentiably."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _short(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
 
 class SourcePlan(Part):
     """Images from a source."""
@@ -144,8 +148,10 @@ class DetectorPlan(BaseModel):
         for key in self.options:
             if key not in allowed:
                 raise ValueError(unknown(f"option of {self.name}", key, [*allowed, "label"]))
-        if (self.members is not None) != (self.name == "ensemble"):
-            raise ValueError("members: an ensemble has them, and no other detector")
+        if (self.members is not None) != (self.name in ("ensemble", "expected")):
+            raise ValueError("members: an ensemble has them, and expected has one, and no other detector")
+        if self.name == "expected" and len(self.members or ()) != 1:
+            raise ValueError("members: expected averages one detector over draws")
         return self
 
     @property
@@ -193,7 +199,7 @@ SIDES: dict[str, tuple[str, ...]] = {
     "softmax": ("both", "out", "in"),
     "worst_case": ("both", "out", "in"),
 }
-"""The sides that each attack can take, the one it takes when not told first."""
+"""The attacks that a plan can name, and the sides that each can take, the one it takes when not told first."""
 
 
 class AttackPlan(Part):
@@ -219,8 +225,8 @@ class AttackPlan(Part):
     def _one_start(cls, value: Any) -> Any:
         if isinstance(value, dict):
             name = value.get("name")
-            if isinstance(name, str) and name not in ATTACKS:
-                raise ValueError(unknown("attack", name, list(ATTACKS)))
+            if isinstance(name, str) and name not in SIDES:
+                raise ValueError(unknown("attack", name, list(SIDES)))
             schedule = value.get("schedule")
             if isinstance(schedule, str) and schedule not in SCHEDULES:
                 raise ValueError(unknown("schedule", schedule, list(SCHEDULES)))
@@ -255,6 +261,11 @@ class AttackPlan(Part):
     def target(self) -> str | list[str]:
         """What a collision is of."""
         return self.of or "features"
+
+    @property
+    def reads_network(self) -> bool:
+        """Whether it reads a network and no detector, so that one run serves all detectors."""
+        return self.name == "softmax" or (self.name == "collide" and self.target != "detector")
 
     @property
     def title(self) -> str:

@@ -111,8 +111,8 @@ def rehearse(job: Job) -> None:
     Raises:
         ValueError: in one line, a layer that does not exist, images that do not fit, labels that are missing, NaN.
     """
-    encoders = [job.encoder]
-    encoders += [encoder_for(job, a.target) for a in job.attacks if a.name == "collide" and a.target != "detector"]
+    encoders = [] if job.encoder is None else [job.encoder]
+    encoders += [encoder_for(job, a.target) for a in job.attacks if a.name == "collide" and a.reads_network]
     encoders += [encoder_for(job, showcase.plan.of) for showcase in job.showcases]
     shape = tuple(job.inliers.x.shape[1:])
     for name, images in job.sets.items():
@@ -156,8 +156,7 @@ def fit(job: Job, work: Work) -> None:
 def pieces_of(job: Job) -> Iterator[Piece]:
     """Every piece of attack work, in the order in which it is done."""
     for attack in job.attacks:
-        shared = attack.name == "softmax" or (attack.name == "collide" and attack.target != "detector")
-        for who in [None] if shared else list(job.detectors):
+        for who in [None] if attack.reads_network else list(job.detectors):
             for side in attack.sides:
                 names = (
                     [INLIERS]
@@ -220,7 +219,7 @@ def run_score_attack(job: Job, piece: Piece, start: Tensor, seed: int) -> Found:
     attack, ball = piece.attack, piece.attack.ball.ball()
     if piece.detector is None:
         return attack_softmax(
-            job.encoder,
+            job.output,
             start,
             ball,
             side="in" if piece.side == "in" else "out",
@@ -263,12 +262,12 @@ def other_side(job: Job, piece: Piece) -> Tensor:
 def encoder_for(job: Job, target: str | list[str]) -> Encoder:
     """What a collision matches: the logits, the model's layer, or layers by name."""
     if target == "logits":
-        return job.encoder
+        return job.output
     if target == "features":
         if job.features is None:
             raise ValueError("of: features needs model.layer, the layer that holds them; or say of: logits")
         return job.features
-    return job.encoder.at(target)
+    return job.output.at(target)
 
 
 def shown(encoder: Encoder, found: Found, target: Tensor) -> Payload:

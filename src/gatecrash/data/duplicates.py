@@ -20,6 +20,12 @@ ALIKE = 0.02
 SAME = 0.05
 """The root mean square difference of two pictures whose thumbnails are alike; noise differs by more."""
 
+CORRELATED = 0.995
+"""The correlation of two pictures, every channel less its mean, that are one at another brightness or contrast."""
+
+FLAT = 0.02
+"""The standard deviation under which a thumbnail has no detail to be told by."""
+
 CHUNK = 1024
 
 _COMPARISONS = 2**25
@@ -51,7 +57,7 @@ def overlap(x: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     if x.shape[1:] != other.shape[1:]:
         return torch.zeros(len(x), dtype=torch.bool), torch.zeros(len(x), dtype=torch.bool)
     exact = exact_duplicates(x, other)
-    return exact, near_duplicates(x, other) & ~exact
+    return exact, (near_duplicates(x, other) | retouched(x, other)) & ~exact
 
 
 def exact_duplicates(x: Tensor, other: Tensor) -> Tensor:
@@ -86,6 +92,36 @@ def near_duplicates(x: Tensor, other: Tensor) -> Tensor:
         rows, nearest = rows[alike], places[nearest[alike]].to(other.device)
         found[rows.cpu()] = (_difference(x[rows], other[nearest].to(x.device)) < SAME).cpu()
     return found
+
+
+def retouched(x: Tensor, other: Tensor) -> Tensor:
+    """Whether every image of x is one of the others at another brightness or contrast, mirrored or not, (N,).
+
+    Shifted and cropped images are not found.
+    """
+    found = torch.zeros(len(x), dtype=torch.bool)
+    if not len(x) or not len(other):
+        return found
+    others = _details(thumbnails(other.detach()).to(x.device), x.shape[1])
+    for rows in torch.arange(len(x)).split(max(1, min(CHUNK, _COMPARISONS // len(others)))):
+        for part in (x[rows].detach(), x[rows].detach().flip(-1)):
+            small = _details(thumbnails(part), x.shape[1])
+            likest, nearest = (small @ others.T).max(dim=1)
+            # Thumbnails differ less than their pictures do, as a rule: whoever is not alike as one is not looked at.
+            alike = (likest >= CORRELATED - _ROUNDING).nonzero().flatten()
+            pair = (part[alike], other[nearest[alike].to(other.device)].detach().to(x.device))
+            detail, wanted = (_details(images.flatten(1).float(), x.shape[1], flat=0.0) for images in pair)
+            found[rows[alike.cpu()]] |= ((detail * wanted).sum(dim=1) >= CORRELATED).cpu()
+    return found
+
+
+def _details(flattened: Tensor, channels: int, flat: float = FLAT) -> Tensor:
+    """Vectors (N, D) with every channel less its mean, at unit length; zero for what is as good as flat."""
+    apart = flattened.unflatten(1, (channels, -1))
+    apart = (apart - apart.mean(dim=2, keepdim=True)).flatten(1)
+    length = apart.norm(dim=1, keepdim=True)
+    enough = length > flat * apart.shape[1] ** 0.5
+    return torch.where(enough, apart / length.clamp_min(1e-12), torch.zeros_like(apart))
 
 
 def thumbnails(x: Tensor) -> Tensor:

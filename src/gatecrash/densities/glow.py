@@ -130,7 +130,8 @@ class Glow(Density):
     def noisy(self, x: Tensor) -> Tensor:
         """Where images are in training: anywhere in their bins."""
         bins = self.bins(x)
-        return (bins + torch.rand_like(bins)) / self.count - 0.5
+        noise = torch.rand_like(bins).clamp_max(1 - 2**-15)  # more, and float32 may round up into the next bin
+        return (bins + noise) / self.count - 0.5
 
     def still(self, x: Tensor) -> Tensor:
         """Where images are in scoring, differentiable."""

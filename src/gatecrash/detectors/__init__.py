@@ -8,6 +8,7 @@ from gatecrash.detectors.confident import Confident
 from gatecrash.detectors.density import GMM, ZhengHong
 from gatecrash.detectors.distance import Mahalanobis, RelativeMahalanobis
 from gatecrash.detectors.ensemble import DeepEnsemble, ScoreEnsemble
+from gatecrash.detectors.expected import Expected
 from gatecrash.detectors.feature_density import FeatureMAF, FeatureVAE
 from gatecrash.detectors.fit import Learner, fit_all
 from gatecrash.detectors.gram import Gram
@@ -29,6 +30,7 @@ __all__ = [
     "DeepEnsemble",
     "Detector",
     "Energy",
+    "Expected",
     "FeatureMAF",
     "FeatureVAE",
     "GMM",

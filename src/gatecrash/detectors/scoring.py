@@ -12,6 +12,7 @@ from gatecrash.features import Reader, reader_key, shared_pass
 from gatecrash.images import Images, batches
 from gatecrash.progress import tracked
 from gatecrash.protocols import Latent
+from gatecrash.speed import full_float32
 
 if TYPE_CHECKING:
     from gatecrash.detectors.base import Detector
@@ -52,7 +53,7 @@ def score_batches(
         readers.setdefault(reader_key(reader), reader)
     keys, run = [reader_key(reader) for reader in wanted], shared_pass(list(readers.values()))
     for index, (x, _) in enumerate(tracked(batches(data, batch_size), "scoring")):
-        with torch.no_grad():
+        with torch.no_grad(), full_float32():
             read = dict(zip(readers, run(x.to(detectors[0].device)), strict=True))
             latents = [read[key] for key in keys]
             scores = [d.judge(z).to(x.dtype) for d, z in zip(detectors, latents, strict=False)]

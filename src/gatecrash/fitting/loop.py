@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from gatecrash.fitting.average import RunningMean
 from gatecrash.fitting.batches import Batches
@@ -47,12 +48,14 @@ def fit(
     resume: bool = False,
     fabric: Fabric | None = None,
     evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None,
+    title: str = "training",
 ) -> History:
     """Train a network in place; what came of every epoch.
 
     On one CPU with one number of threads the seed determines every weight, bit for bit, also when the run was killed
     and resumed; no global random state changes. Several processes (torchrun) share every batch, and their gradients are
-    averaged as those of one.
+    averaged as those of one; batch norms, however, use the statistics of each process's own share, so that two
+    processes make the network of one only where it has none. Every parameter must then have a part in the loss.
 
     Args:
         model: images in [0, 1] → logits, so with its normalisation inside. Trained in place, in training mode;
@@ -66,6 +69,7 @@ def fit(
         fabric: devices and processes; `make_fabric` by default.
         evaluate: called after every epoch, in every process, with the network in eval mode and with the weights that
             would be kept; its numbers join the log.
+        title: what the progress bar calls the run.
 
     Raises:
         ValueError: the loss is not finite; it names epoch and batch, and the last good checkpoint is kept. The
@@ -73,7 +77,9 @@ def fit(
     """
     optimiser = optimiser_for(model, recipe)
     fabric = fabric or make_fabric(recipe.precision, next(model.parameters()).device)
-    trainer = _Trainer(model, optimiser, step, material, recipe, fabric, None if folder is None else Path(folder))
+    trainer = _Trainer(
+        model, optimiser, step, material, recipe, fabric, None if folder is None else Path(folder), title
+    )
     if resume:
         trainer.resume()
     return trainer.run(evaluate)
@@ -91,9 +97,10 @@ class _Trainer:
         recipe: Recipe,
         fabric: Fabric,
         folder: Path | None,
+        title: str,
     ) -> None:
         self.model, self.step, self.material, self.recipe, self.fabric = model, step, material, recipe, fabric
-        self.folder, self.optimiser = folder, optimiser
+        self.folder, self.optimiser, self.title = folder, optimiser, title
         self.batches = Batches(material, recipe, fabric.device, fabric.global_rank, fabric.world_size)
         self.wrapped, self.wrapped_optimiser = fabric.setup(model, optimiser)
         self.done = 0
@@ -105,7 +112,7 @@ class _Trainer:
         recipe, total = self.recipe, self.recipe.epochs * self.batches.count
         events = self.folder / "events" if self.folder is not None and self.fabric.is_global_zero else None
         try:
-            with progress("training", total) as bar, torch.enable_grad(), event_log(events, self.history) as log:
+            with progress(self.title, total) as bar, torch.enable_grad(), event_log(events, self.history) as log:
                 bar.advance(self.done * self.batches.count)
                 for epoch in range(self.done, recipe.epochs):
                     with seeded(seed_of(recipe.seed, "epoch", epoch, self.fabric.global_rank), self.fabric.device):
@@ -137,9 +144,9 @@ class _Trainer:
             except Exception:
                 self._check(watch, number)  # where an earlier batch broke the network, that is what must be said
                 raise
-            advance(note=watch.note)
+            advance(note=f"{epoch + 1}/{self.recipe.epochs} {watch.note}")
         self._check(watch, self.batches.count)
-        return {name: float(value) for name, value in self._averaged(watch.sums, watch.seen).items()}
+        return {name: float(value) for name, value in self._averaged(watch).items()}
 
     def _learn(self, number: int, batch: Batch, watch: Watch) -> None:
         """One step; nothing in it waits for the device, save where the watch looks."""
@@ -150,11 +157,11 @@ class _Trainer:
         watch.add(number, len(batch.x), outcome)
         self.wrapped_optimiser.zero_grad()
         self.fabric.backward(outcome.loss * (len(batch.x) * self.fabric.world_size / self.batches.size(number)))
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        length = get_total_norm(gradients)
+        watch.add_gradient(number, length)
         if self.recipe.clip is not None:
-            length = self.fabric.clip_gradients(
-                self.wrapped, self.wrapped_optimiser, max_norm=self.recipe.clip, error_if_nonfinite=False
-            )
-            watch.add_gradient(number, length)
+            clip_grads_with_norm_(self.model.parameters(), self.recipe.clip, length)
         self.wrapped_optimiser.step()
         self.mean.follow()
 
@@ -164,14 +171,11 @@ class _Trainer:
         if not all(bool(tensor.isfinite().all()) for tensor in self.model.parameters()):
             raise NotFinite(watch.sentence("a weight is no longer finite after", number - 1))
 
-    def _averaged(self, sums: Mapping[str, Tensor], seen: int) -> dict[str, Tensor]:
+    def _averaged(self, watch: Watch) -> dict[str, Tensor]:
         """Means over all images of all processes."""
-        counted = torch.tensor(float(seen), device=self.fabric.device)
         if self.fabric.world_size > 1:
-            whole: Any = self.fabric.all_reduce({**sums, "": counted}, reduce_op="sum")
-            counted = whole.pop("")
-            sums = whole
-        return {name: value / counted for name, value in sums.items()}
+            watch.sums, watch.counts = self.fabric.all_reduce((watch.sums, watch.counts), reduce_op="sum")
+        return watch.means
 
     def _evaluated(self, evaluate: Callable[[nn.Module], Mapping[str, float]] | None) -> dict[str, float]:
         if evaluate is None:

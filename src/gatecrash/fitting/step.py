@@ -39,6 +39,8 @@ class Outcome:
     """(), the mean over the batch."""
     facts: Mapping[str, Tensor] = field(default_factory=dict)
     """Means over the batch that are worth a column in the log: accuracy, the attack's success."""
+    counts: Mapping[str, Tensor] = field(default_factory=dict)
+    """By a fact's name, the images that it is the mean over, (), where those are not the whole batch."""
 
 
 class Step(Protocol):

@@ -26,7 +26,8 @@ class Watch:
     def __init__(self, epoch: int, every: int, kept: str = "") -> None:
         self.epoch, self.every, self.kept = epoch, every, kept
         self.sums: dict[str, Tensor] = {}
-        self.seen = 0
+        self.counts: dict[str, Tensor] = {}
+        """Images by the name of a sum."""
         self.note = ""
         self._unseen: list[tuple[int, str, Tensor]] = []
 
@@ -37,17 +38,23 @@ class Watch:
             NotFinite: it is time to look, and a loss or a gradient was not finite.
         """
         for name, value in {"loss": outcome.loss, **outcome.facts}.items():
-            part = value.detach() * size
+            whole = torch.full_like(value, size, dtype=torch.float32, requires_grad=False)  # filled there, so no wait
+            count = outcome.counts.get(name, whole)
+            part = value.detach() * count
             self.sums[name] = self.sums[name] + part if name in self.sums else part
-        self.seen += size
+            self.counts[name] = self.counts[name] + count if name in self.counts else count
         self._unseen.append((number, "loss", outcome.loss.detach()))
         if (number + 1) % self.every == 0:
             self.look()
 
-    def add_gradient(self, number: int, length: Tensor | None) -> None:
-        """The length of a batch's gradient, where it was measured."""
-        if length is not None:
-            self._unseen.append((number, "gradient", length.detach()))
+    def add_gradient(self, number: int, length: Tensor) -> None:
+        """The length of a batch's gradient."""
+        self._unseen.append((number, "gradient", length.detach()))
+
+    @property
+    def means(self) -> dict[str, Tensor]:
+        """The means so far; 0 where there was no image for one."""
+        return {name: value / self.counts[name].clamp(min=1) for name, value in self.sums.items()}
 
     def look(self) -> None:
         """Wait for the device and read what it found.
@@ -56,15 +63,16 @@ class Watch:
             NotFinite: a loss or a gradient was not finite; it names the first batch.
         """
         unseen, self._unseen = self._unseen, []
-        tensors = [value for _, _, value in unseen] + list(self.sums.values())
+        means = self.means
+        tensors = [value for _, _, value in unseen] + list(means.values())
         if not tensors:
             return
         numbers = torch.stack([tensor.float() for tensor in tensors]).tolist()
         for (batch, what, _), value in zip(unseen, numbers, strict=False):
             if not math.isfinite(value):
                 raise NotFinite(self.sentence(f"the {what} is {value} in", batch))
-        means = zip(self.sums, numbers[len(unseen) :], strict=True)
-        self.note = ", ".join(f"{name} {value / self.seen:.3g}" for name, value in means)
+        shown = zip(means, numbers[len(unseen) :], strict=True)
+        self.note = ", ".join(f"{name} {value:.3g}" for name, value in shown)
 
     def sentence(self, what: str, batch: int) -> str:
         """The message for a number that is not finite; the batch is counted from 0."""

@@ -16,11 +16,12 @@ import torch
 from gatecrash.audit.manifest import code_hash, pick_device
 from gatecrash.audit.plan import plan_text, read_plan
 from gatecrash.data import fingerprint
+from gatecrash.encoder import Encoder
 from gatecrash.files import write_text
 from gatecrash.fitting import make_fabric, several
 from gatecrash.harden.evaluate import HardenRow, evaluated
 from gatecrash.harden.methods import METHODS
-from gatecrash.harden.plan import HardenPlan, MethodPlan
+from gatecrash.harden.plan import GIVEN, HardenPlan, MethodPlan
 from gatecrash.harden.rehearsal import rehearse
 from gatecrash.harden.run import HardenJob, job_of_harden, train_method
 from gatecrash.networks import hash_of
@@ -46,6 +47,8 @@ class HardenResults(TypedDict):
     rows: list[HardenRow]
     attacks: dict[str, AttackFacts]
     """What the columns under attack are of: "pgd" the accuracy's, "softmax" the detectors'."""
+    plain: str | None
+    """The row that shows what hardening bought and cost: of the model as it was given, or of plain cross-entropy."""
     bundles: dict[str, str]
     """The model bundle of every method, relative to the folder."""
 
@@ -81,7 +84,8 @@ def harden_plan(
 
     Raises:
         ValueError: in one line, whatever is wrong with the plan, the network, the data or the folder; a loss that is
-            not finite.
+            not finite; a disk that is full once an epoch is finished.
+        OSError: a file cannot be written.
     """
     chosen, out = pick_device(device), Path(out)
     if isinstance(plan, HardenPlan):
@@ -107,7 +111,8 @@ def compute(job: HardenJob, out: Path, fabric: Fabric) -> None:
     """Train and evaluate every method's network, or what is left of it, and write `results.json`."""
     plan = job.plan
     with no_trace_of_nothing(out, plan, fabric):
-        rows = [row for method in plan.methods for row in rows_of(job, method, out / method.title, fabric)]
+        rows = given_rows(job, out, fabric) if job.has_weights else []
+        rows += [row for method in plan.methods for row in rows_of(job, method, out / method.title, fabric)]
     results: HardenResults = {
         "schema": 1,
         "kind": "harden",
@@ -116,6 +121,7 @@ def compute(job: HardenJob, out: Path, fabric: Fabric) -> None:
             "pgd": {"eps": plan.evaluation.pgd_eps, "steps": plan.evaluation.pgd_steps},
             "softmax": {"eps": plan.evaluation.eps, "steps": plan.evaluation.steps},
         },
+        "plain": GIVEN if job.has_weights else next((m.title for m in plan.methods if m.name == "ce"), None),
         "bundles": {method.title: method.title for method in plan.methods},
     }
     if fabric.is_global_zero:
@@ -123,16 +129,25 @@ def compute(job: HardenJob, out: Path, fabric: Fabric) -> None:
     fabric.barrier()
 
 
+def given_rows(job: HardenJob, out: Path, fabric: Fabric) -> list[HardenRow]:
+    """The lines of the model that training begins with."""
+    return kept_rows(job, GIVEN, job.network(), out / "given.json", fabric)
+
+
 def rows_of(job: HardenJob, method: MethodPlan, folder: Path, fabric: Fabric) -> list[HardenRow]:
     """Train a method's network and compute its lines of the table, or read what of it is finished."""
     encoder = train_method(job, method, folder, fabric)
-    kept = folder / "evaluation.json"
+    return kept_rows(job, method.title, encoder, folder / "evaluation.json", fabric)
+
+
+def kept_rows(job: HardenJob, title: str, encoder: Encoder, kept: Path, fabric: Fabric) -> list[HardenRow]:
+    """The lines of a network, computed once and kept in a file."""
     if kept.is_file():
         rows: list[HardenRow] = json.loads(kept.read_text(encoding="utf-8"))
         return rows
     plan, features = job.plan, None if job.about.layer is None else encoder.at(job.about.layer)
     rows = evaluated(
-        method.title,
+        title,
         encoder,
         features,
         plan.evaluation,
@@ -178,18 +193,28 @@ def begin(job: HardenJob, out: Path, fabric: Fabric) -> None:
 
 @contextmanager
 def no_trace_of_nothing(out: Path, plan: HardenPlan, fabric: Fabric) -> Iterator[None]:
-    """A mistake in this block leaves nothing behind when not even an epoch was finished."""
+    """A mistake or a full disk in this block leaves nothing behind when not even an epoch was finished.
+
+    Raises:
+        ValueError: a file could not be written, and there is something to go on with.
+    """
     try:
         yield
-    except ValueError:
+    except (ValueError, OSError) as error:
         done = [path for name in ("checkpoint.json", "model.json") for path in out.glob(f"*/{name}")]
         if fabric.is_global_zero and not done:
             for method in plan.methods:
                 shutil.rmtree(out / method.title, ignore_errors=True)
-            for name in ("plan.yaml", "begun.json"):
+            for name in ("plan.yaml", "begun.json", "given.json"):
                 (out / name).unlink(missing_ok=True)
             with suppress(OSError):
                 out.rmdir()
+        if done and isinstance(error, OSError):
+            where = f" ({error.filename})" if error.filename else ""
+            raise ValueError(
+                f"{error.strerror or error}{where}; what is finished is kept, the last checkpoint too, and --resume "
+                "goes on from there"
+            ) from error
         raise
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PositiveInt, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from gatecrash.audit.plan import DetectorPlan, ModelPlan, Part, Seed, SourcePlan, check_titles, named, number
 from gatecrash.harden.methods import METHODS
@@ -13,10 +13,14 @@ from gatecrash.harden.methods import METHODS
 Radius = Annotated[float, BeforeValidator(number), Field(gt=0, le=1)]
 Positive = Annotated[float, BeforeValidator(number), Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, BeforeValidator(number), Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(strict=True, gt=0)]
 Share = Annotated[float, BeforeValidator(number), Field(ge=0, lt=1)]
 
-TAKEN = ("plan.yaml", "begun.json", "results.json")
-"""The files beside the models' folders, which no folder may be called."""
+GIVEN = "given"
+"""What the model that training began with is called in tables."""
+
+TAKEN = ("plan.yaml", "begun.json", "results.json", "given.json", GIVEN)
+"""The files beside the models' folders and the given model, which no method may be called."""
 
 
 class HardenData(Part):
@@ -30,7 +34,7 @@ class HardenData(Part):
     """Labelled images that belong, for the table at the end."""
     test_outliers: dict[str, SourcePlan] = Field(min_length=1)
     """Images that do not belong, likewise; none of those in `outliers`."""
-    balance: PositiveInt | None = None
+    balance: Count | None = None
     """Every class brought to so many training images, smaller ones by rotated, moved and warped copies."""
 
     @model_validator(mode="before")
@@ -49,16 +53,16 @@ class MethodPlan(Part):
     eps: Radius | None = None
     """The inner attacker's radius, L∞."""
     step: Radius | None = None
-    steps: PositiveInt | None = None
+    steps: Count | None = None
     """Of the inner attacker; of the Langevin dynamics of a joint energy-based model."""
     weight: NotNegative | None = None
     """λ of the outliers, w_max of temporal ensembling, β of the confident classifier."""
-    labels_per_class: PositiveInt | None = None
+    labels_per_class: Count | None = None
     """For temporal ensembling: how many labels are known."""
-    ramp: PositiveInt | None = None
-    buffer: PositiveInt | None = None
+    ramp: Count | None = None
+    buffer: Count | None = None
     """For a joint energy-based model: how many of its samples are kept."""
-    components: PositiveInt | None = None
+    components: Count | None = None
     """For certified certain uncertainty: Gaussians in each mixture."""
 
     @model_validator(mode="before")
@@ -97,8 +101,8 @@ class MethodPlan(Part):
 class TrainingPlan(Part):
     """How the networks are trained, the same for every method."""
 
-    epochs: PositiveInt
-    batch_size: PositiveInt = 64
+    epochs: Count
+    batch_size: Count = 64
     optimiser: Literal["sgd", "adamw"] = "sgd"
     lr: Positive = 0.1
     momentum: Share = 0.9
@@ -109,7 +113,7 @@ class TrainingPlan(Part):
     ema: Annotated[float, BeforeValidator(number), Field(gt=0, lt=1)] | None = None
     precision: Literal["float32", "bf16"] = "float32"
     outliers_per_image: Positive = 2.0
-    crop: Annotated[int, Field(ge=0, le=512)] = 0
+    crop: Annotated[int, Field(strict=True, ge=0)] = 0
     flip: bool = False
 
 
@@ -118,13 +122,13 @@ class EvaluationPlan(Part):
 
     eps: Radius = 1 / 255
     """Of the two-sided attack on the detectors."""
-    steps: PositiveInt = 10
+    steps: Count = 10
     step: Radius = 1 / 255
     pgd_eps: Radius = 1 / 255
     """Of the attack on the classifier."""
-    pgd_steps: PositiveInt = 10
+    pgd_steps: Count = 10
     detectors: list[DetectorPlan] = Field(default_factory=lambda: [DetectorPlan(name="msp")], min_length=1)
-    batch_size: PositiveInt = 200
+    batch_size: Count = 200
 
 
 class HardenPlan(Part):
@@ -134,7 +138,7 @@ class HardenPlan(Part):
     """The network; weights of a file or bundle are where training begins, and without them it begins at random."""
     data: HardenData
     methods: list[MethodPlan] = Field(min_length=1)
-    """The first is what the others are compared with."""
+    """`ce` among them is the plain model that the others are compared with."""
     training: TrainingPlan
     evaluation: EvaluationPlan = Field(default_factory=EvaluationPlan)
     seed: Seed = 0

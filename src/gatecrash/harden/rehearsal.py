@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch import Tensor, nn
 
 from gatecrash.data import ImageSet
 from gatecrash.encoder import Encoder
-from gatecrash.fitting import Batch, generator_of, seeded
+from gatecrash.fitting import Batch, generator_of, seeded, several
 from gatecrash.harden.evaluate import evaluated
 from gatecrash.harden.plan import MethodPlan
 from gatecrash.harden.run import HardenJob, made_step, material_of, recipe_of
 from gatecrash.objective import single
-from gatecrash.training.prepared import Prepared
+from gatecrash.training.prepared import WITHOUT_AUXILIARY, Prepared
 
 FEW = 4
 
@@ -25,9 +26,20 @@ def rehearse(job: HardenJob) -> None:
         ValueError: in one line, whatever does not fit.
     """
     encoder = job.network()
-    check_network(encoder, job)
-    for method in job.plan.methods:
-        rehearse_method(job, method)
+    try:
+        check_network(encoder, job)
+        for method in job.plan.methods:
+            rehearse_method(job, method)
+        rehearse_table(job, encoder)
+    except RuntimeError as error:  # whatever the network's own layers object to
+        model = encoder.model
+        advice = f"; {WITHOUT_AUXILIARY}" if getattr(model, "aux_logits", False) else ""
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{type(model).__name__} fails on the training images: {reason}{advice}") from error
+
+
+def rehearse_table(job: HardenJob, encoder: Encoder) -> None:
+    """The table at the end, of a few images."""
     features = None if job.about.layer is None else encoder.at(job.about.layer)
     outliers = {name: first(images, FEW) for name, images in job.test_outliers.items()}
     evaluated(
@@ -73,7 +85,23 @@ def rehearse_method(job: HardenJob, method: MethodPlan) -> None:
     step = made_step(job, method, encoder)
     step.begin_epoch(0, recipe.epochs)
     with seeded(recipe.seed, job.device):
-        step(Prepared(encoder).train(), Batch(x, y, torch.arange(count), beside, 0, recipe.epochs, random))
+        model = Prepared(encoder).train()
+        outcome = step(model, Batch(x, y, torch.arange(count), beside, 0, recipe.epochs, random))
+    if several():
+        refuse_unused(encoder.model, outcome.loss, method.title)
+
+
+def refuse_unused(model: nn.Module, loss: Tensor, title: str) -> None:
+    """Raises a ValueError when a parameter has no part in the loss: several processes wait for every gradient."""
+    learning = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    gradients = torch.autograd.grad(loss, list(learning.values()), allow_unused=True)
+    unused = [name for name, gradient in zip(learning, gradients, strict=True) if gradient is None]
+    if unused:
+        others = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
+        raise ValueError(
+            f"{title} trains no {unused[0]}{others}, which the output does not depend on, and several processes need a "
+            "gradient of every parameter: set its requires_grad to False, or train in one process"
+        )
 
 
 def first(images: ImageSet, count: int) -> ImageSet:

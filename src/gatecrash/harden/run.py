@@ -17,7 +17,7 @@ from gatecrash.audit.plan import ModelPlan, SourcePlan, plan_text
 from gatecrash.data import ImageSet, fingerprint
 from gatecrash.data.augment import Augmentation
 from gatecrash.data.balance import balanced_set
-from gatecrash.data.duplicates import exact_duplicates, refuse_overlap
+from gatecrash.data.duplicates import overlap, refuse_overlap
 from gatecrash.encoder import Encoder
 from gatecrash.files import write_text
 from gatecrash.fitting import History, Material, Recipe, Step, fit, seed_of, seeded
@@ -53,6 +53,11 @@ class HardenJob:
         exposed = {} if self.outliers is None else {"data.outliers": self.outliers}
         tested = {f"data.test_outliers.{name}": images for name, images in self.test_outliers.items()}
         return {"data.train": self.train, **exposed, "data.test": self.test, **tested}
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether training begins with weights that are given."""
+        return self.about.name.startswith("bundle:") or self.about.weights not in (None, "random")
 
     def network(self) -> Encoder:
         """The network as training finds it: with its weights, or fresh ones that the seed determines."""
@@ -98,22 +103,30 @@ def job_of_harden(plan: HardenPlan, folder: Path, device: torch.device, *, trust
                 f"{name} has images of shape {tuple(part.x.shape[1:])}, data.train has {shape}; "
                 "model.channels and model.size make them alike"
             )
-    if job.outliers is not None:
-        refuse_leaks(job.outliers, train, test, job.test_outliers)
+    crop, side = plan.training.crop, min(shape[1:])
+    if crop >= side:
+        raise ValueError(f"training.crop must be less than the side of the images, {side}, got {crop}")
+    refuse_leaks(job.outliers, train, test, job.test_outliers)
     return job
 
 
-def refuse_leaks(outliers: ImageSet, train: ImageSet, test: ImageSet, test_outliers: dict[str, ImageSet]) -> None:
-    """Raises a ValueError with the count when outliers to learn from are inliers, or outliers of the test."""
-    for inliers in (train, test):
-        refuse_overlap(outliers.x, inliers.x)
+def refuse_leaks(
+    outliers: ImageSet | None, train: ImageSet, test: ImageSet, test_outliers: dict[str, ImageSet]
+) -> None:
+    """Raises a ValueError with the count when outliers are inliers, or those of the test are learnt from."""
+    known = {"data.train": (train, "they belong"), "data.test": (test, "they belong")}
+    if outliers is not None:
+        for inliers in (train, test):
+            refuse_overlap(outliers.x, inliers.x)
+        known["data.outliers"] = (outliers, "the test must be of images that training does not see")
     for name, images in test_outliers.items():
-        seen = int(exact_duplicates(images.x, outliers.x).sum())
-        if seen:
-            raise ValueError(
-                f"{seen} of {len(images)} images of data.test_outliers.{name} are among data.outliers; "
-                "the test must be of images that training does not see"
-            )
+        for place, (others, why) in known.items():
+            same, alike = (int(found.sum()) for found in overlap(images.x, others.x))
+            if same or alike:
+                raise ValueError(
+                    f"{same} of {len(images)} images of data.test_outliers.{name} are among {place}, and {alike} "
+                    f"nearly; {why}: leave out those that gatecrash.data.duplicates.overlap finds"
+                )
 
 
 def mixed_set(parts: list[ImageSet]) -> ImageSet:
@@ -132,7 +145,16 @@ def train_method(job: HardenJob, method: MethodPlan, out: Path, fabric: Fabric) 
         load_weights(encoder.model, out / "model.safetensors")
     else:
         step, material = made_step(job, method, encoder), material_of(job, method)
-        history = fit(Prepared(encoder), step, material, recipe_of(job), folder=out, resume=True, fabric=fabric)
+        history = fit(
+            Prepared(encoder),
+            step,
+            material,
+            recipe_of(job),
+            folder=out,
+            resume=True,
+            fabric=fabric,
+            title=method.title,
+        )
         if fabric.is_global_zero:
             leave = METHODS[method.name].leave
             if leave is not None:

@@ -51,7 +51,8 @@ def save_weights(model: nn.Module, path: str | PathLike[str]) -> None:
     A tensor that has several names is written under each of them.
 
     Raises:
-        ValueError: `path` does not end in .safetensors or cannot be written.
+        ValueError: `path` does not end in .safetensors.
+        OSError: it cannot be written.
     """
     path = Path(path)
     if path.suffix != ".safetensors":
@@ -61,11 +62,8 @@ def save_weights(model: nn.Module, path: str | PathLike[str]) -> None:
         name: tensor.detach().clone(memory_format=torch.contiguous_format)
         for name, tensor in model.state_dict().items()
     }
-    try:
-        with replacing(path) as draft:
-            save_file(tensors, draft, metadata={"format": "pt"})
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"cannot write weights {path}: {_one_line(error)}") from error
+    with replacing(path) as draft:
+        save_file(tensors, draft, metadata={"format": "pt"})
 
 
 def _read(path: Path) -> dict[str, Tensor]:

@@ -110,29 +110,40 @@ class Exposure(Stateless):
         return {"inliers": self.inliers, "outliers": self.outliers, "inner": inner, "weight": self.weight}
 
     def __call__(self, model: nn.Module, batch: Batch) -> Outcome:
-        """The loss of a batch, with the accuracy on what the network was shown and the attacker's success."""
-        x, beside, facts = batch.x, batch.outliers, {}
+        """The loss of a batch, with the accuracy on what the network was shown and what the attacker came to.
+
+        `attack success` is the share of inliers that lose their majority, `outlier attack gain` the mean rise of the
+        outliers' cross-entropy to uniform.
+        """
+        x, beside = batch.x, batch.outliers
+        facts: dict[str, Tensor] = {}
+        counts: dict[str, Tensor] = {}
         if self.inner is not None and self.inliers == "attacked":
             found = self.inner.attack(Misclassify(self.encoder, batch.y), x, batch.generator)
-            x, facts["attack success"] = found.x, success(found)
+            x, (facts["attack success"], counts["attack success"]) = found.x, success(found)
         if self.outliers == "none":
             beside = None
         elif beside is None or not len(beside):
             raise ValueError("this method needs outliers to be exposed to")
         elif self.inner is not None and self.outliers == "attacked":
             moved = self.inner.attack(Confident(self.encoder), beside, batch.generator)
-            beside, facts["outlier attack success"] = moved.x, success(moved)
+            beside, facts["outlier attack gain"] = moved.x, (moved.start_value - moved.value).mean()
         logits = single(model(x if beside is None else torch.cat([x, beside])))
         inside, outside = logits[: len(x)], logits[len(x) :]
         loss = cross_entropy(inside, batch.y)
-        facts["accuracy"] = (inside.argmax(dim=1) == batch.y).float().mean()
+        facts = {"accuracy": (inside.argmax(dim=1) == batch.y).float().mean(), **facts}
         if beside is not None:
             exposed = to_uniform(outside).mean()
             facts |= {"loss in": loss.detach(), "loss out": exposed.detach()}
             loss = loss + self.weight * batch.balance * exposed
-        return Outcome(loss, facts)
+        return Outcome(loss, facts, counts)
 
 
-def success(found: Found) -> Tensor:
-    """The share of samples whose objective the attacker lowered, ()."""
-    return found.success.float().mean()
+def success(found: Found) -> tuple[Tensor, Tensor]:
+    """Of the inliers whose true class had at least half of the probability, the share that lost it, and how many, ().
+
+    The value of `Misclassify` is log p(true class).
+    """
+    held = found.start_value >= -math.log(2)
+    lost = held & (found.value < -math.log(2))
+    return lost.sum() / held.sum().clamp(min=1), held.sum()

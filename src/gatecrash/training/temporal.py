@@ -40,8 +40,7 @@ class TemporalEnsembling:
         if ramp < 1:
             raise ValueError(f"ramp must be at least 1, got {ramp}")
         self.known, self.momentum, self.ramp = known.bool(), momentum, ramp
-        self.share = float(known.float().mean())
-        self.largest = weight * self.share
+        self.largest = weight * float(known.float().mean())
         self.mean = torch.zeros(len(known), classes, device=known.device)
         self.outputs, self.targets = self.mean.clone(), self.mean.clone()
         self.epoch = 0
@@ -83,9 +82,9 @@ class TemporalEnsembling:
         supervised = cross_entropy(logits, labels, reduction="none").where(known, 0).mean()
         apart = (probabilities - self.targets[rows]).square().mean()
         self.outputs[rows] = probabilities.detach().to(self.outputs)
-        right = (logits.argmax(dim=1) == labels) & known
-        facts = {"accuracy": right.float().mean() / self.share, "disagreement": apart.detach()}
-        return Outcome(supervised + self.weight * apart, facts)
+        right, labelled = (logits.argmax(dim=1) == labels) & known, known.sum()
+        facts = {"accuracy": right.sum() / labelled.clamp(min=1), "disagreement": apart.detach()}
+        return Outcome(supervised + self.weight * apart, facts, {"accuracy": labelled})
 
     def state(self) -> dict[str, Tensor]:
         """The ensemble and the last epoch's predictions, those of all processes."""

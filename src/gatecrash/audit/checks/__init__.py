@@ -3,7 +3,7 @@
 from gatecrash.audit.checks import effort, gradients, leakage, planted, tables
 from gatecrash.audit.checks.evidence import Evidence
 from gatecrash.audit.checks.registry import CHECKS, ORDER, Doubt, Finding
-from gatecrash.audit.checks.run import evidence_of, run_checks, verdicts
+from gatecrash.audit.checks.run import TOO_SMALL, evidence_of, not_run, run_checks, verdicts
 
 __all__ = [
     "CHECKS",
@@ -11,10 +11,12 @@ __all__ = [
     "Evidence",
     "Finding",
     "ORDER",
+    "TOO_SMALL",
     "effort",
     "evidence_of",
     "gradients",
     "leakage",
+    "not_run",
     "planted",
     "run_checks",
     "tables",

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gatecrash.audit.job import Job
-from gatecrash.audit.plan import AttackPlan
 from gatecrash.audit.run import Measured, attack_key
+from gatecrash.detectors import Detector
 from gatecrash.encoder import Encoder
-from gatecrash.protocols import Detector
 
 
 class Meter:
@@ -21,6 +20,8 @@ class Meter:
 
     def __init__(self) -> None:
         self.passes = 0
+        self.blind = False
+        """Whether some detector runs nothing that could be counted."""
 
 
 @contextmanager
@@ -40,27 +41,69 @@ def counting(networks: Iterable[nn.Module]) -> Iterator[Meter]:
             handle.remove()
 
 
-def networks_of(detectors: Iterable[object]) -> list[nn.Module]:
-    """Every network that some detectors read, once."""
+def networks_of(detectors: Iterable[Detector], image: Tensor) -> list[nn.Module]:
+    """Every network that the scores of some detectors run, once; `image` (1, C, H, W) is scored to see which."""
     found: dict[int, nn.Module] = {}
     for detector in detectors:
-        inner = detector if isinstance(detector, nn.Module) else getattr(detector, "detector", None)
-        for part in inner.modules() if isinstance(inner, nn.Module) else ():
-            if isinstance(part, Encoder):
-                found[id(part.model)] = part.model
+        networks = encoded_by(detector)
+        if not passes_through(networks, detector, image):
+            networks = called_by(detector, image)
+        found |= {id(network): network for network in networks}
     return list(found.values())
 
 
+def encoded_by(detector: Detector) -> list[nn.Module]:
+    """The networks of a detector's encoders."""
+    return [part.model for part in parts_of(detector) if isinstance(part, Encoder)]
+
+
+def called_by(detector: Detector, image: Tensor) -> list[nn.Module]:
+    """The parts of a detector that its score calls, less those that are called by another: a density, or its halves."""
+    called: dict[int, nn.Module] = {}
+    running: list[nn.Module] = []
+
+    def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
+        if not running:
+            called[id(module)] = module
+        running.append(module)
+
+    def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        running.pop()
+
+    with ExitStack() as hooks:
+        for part in parts_of(detector):
+            hooks.callback(part.register_forward_pre_hook(enter).remove)
+            hooks.callback(part.register_forward_hook(leave).remove)
+        score(detector, image)
+    return list(called.values())
+
+
+def parts_of(detector: Detector) -> list[nn.Module]:
+    """The modules that a detector is made of, itself excepted."""
+    return [part for part in detector.modules() if part is not detector]
+
+
 def passes_of(detector: Detector, image: Tensor) -> int:
-    """The passes that one score takes, at least 1: two for a detector that preprocesses, more for an ensemble."""
-    with counting(networks_of([detector])) as meter, torch.no_grad():
+    """The passes that one score takes: two for a detector that preprocesses, more for an ensemble."""
+    return passes_through(networks_of([detector], image), detector, image)
+
+
+def passes_through(networks: Iterable[nn.Module], detector: Detector, image: Tensor) -> int:
+    """The passes through some networks that the score of one image takes."""
+    with counting(networks) as meter:
+        score(detector, image)
+    return meter.passes
+
+
+def score(detector: Detector, image: Tensor) -> None:
+    """Score an image for what happens on the way."""
+    with torch.no_grad():
         detector.judge(detector.encode(image))
-    return max(1, meter.passes)
 
 
 def spent_by(job: Job, measured: Measured, passes: dict[str, int]) -> int:
     """The passes that an audit's attacks and scorings took; fitting and pictures are not counted."""
-    shared = {attack_key(attack): serves_all(attack) for attack in job.attacks}
+    shared = {attack_key(attack): attack.reads_network for attack in job.attacks}
     total = sum(passes[title] * len(scores) for (title, _), scores in measured.clean.items())
     seen = set()
     for (title, key, name, rung), outcome in measured.attacked.items():
@@ -72,8 +115,3 @@ def spent_by(job: Job, measured: Measured, passes: dict[str, int]) -> int:
             seen.add((key, name, rung))
             total += work
     return total
-
-
-def serves_all(attack: AttackPlan) -> bool:
-    """Whether one run of an attack serves every detector, because it reads the network alone."""
-    return attack.name == "softmax" or (attack.name == "collide" and attack.target != "detector")

@@ -9,18 +9,19 @@ import torch
 from torch import Tensor
 
 from gatecrash.attacks.classifier import stepper_for
-from gatecrash.attacks.score import scores
-from gatecrash.audit.checks.evidence import SIDES, Changes, Effort, Evidence, Side, Standing, score_of, stronger
-from gatecrash.audit.checks.registry import Finding, check, per_detector
+from gatecrash.audit.checks.evidence import BROKEN, SIDES, Changes, Effort, Evidence, Side, Standing, score_of, stronger
+from gatecrash.audit.checks.registry import Finding, check, per_attack, per_detector
 from gatecrash.ball import Linf
+from gatecrash.detectors import Certified
 from gatecrash.found import Found
+from gatecrash.metrics import auroc
 from gatecrash.stepper import Apgd, Square
-
-BROKEN = 0.05
-"""The two-sided AUROC under which a detector counts as broken."""
 
 FEW = 0.1
 """The share of images on which one step may get further than many."""
+
+FREE = Linf(1.0)
+"""A ball as large as the box."""
 
 UNBOUNDED_STEPS = 20
 """The least number of steps when the ball is as large as the box."""
@@ -36,66 +37,74 @@ def doubled_restarts(evidence: Evidence) -> int:
     return priced(evidence, lambda effort: effort.evaluations + 1)
 
 
-@check("steps_suffice", price=doubled_steps, attack="shared")
+@check("steps_suffice", price=doubled_steps, attack="scores")
 def steps_suffice(evidence: Evidence) -> Finding:
     """Doubling the steps changes the AUROC by less than 0.01."""
 
-    def look(title: str) -> Finding:
-        before, effort = evidence.standing(title), evidence.effort(title)
-        found = more(evidence, title, before, steps=2 * effort.steps)
+    def look(title: str, effort: Effort) -> Finding:
+        before = evidence.standing(title, effort)
+        found = more(evidence, title, effort, before, steps=2 * effort.steps)
         after = improved(before, found)
         return compared(title, f"{2 * effort.steps} steps instead of {effort.steps}", before, after, effort)
 
-    return per_detector(evidence, look)
+    return per_attack(evidence.looks, look)
 
 
-@check("restarts_suffice", price=doubled_restarts, attack="shared")
+@check("restarts_suffice", price=doubled_restarts, attack="scores")
 def restarts_suffice(evidence: Evidence) -> Finding:
     """Doubling the restarts changes the AUROC by less than 0.01."""
 
-    def look(title: str) -> Finding:
-        before, effort = evidence.standing(title), evidence.effort(title)
-        found = more(evidence, title, before, random_start=True)
+    def look(title: str, effort: Effort) -> Finding:
+        before = evidence.standing(title, effort)
+        found = more(evidence, title, effort, before, random_start=True)
         after = improved(before, found)
         return compared(title, f"{2 * effort.restarts} runs instead of {effort.restarts}", before, after, effort)
 
-    return per_detector(evidence, look)
+    return per_attack(evidence.looks, look)
 
 
-@check("black_box_not_stronger", price=lambda evidence: priced(evidence, lambda e: e.evaluations), attack="shared")
+@check("black_box_not_stronger", price=lambda evidence: priced(evidence, lambda e: e.evaluations), attack="scores")
 def black_box_not_stronger(evidence: Evidence) -> Finding:
     """A gradient-free search with as many evaluations is not stronger, on the images that the attack left unbroken."""
 
-    def look(title: str) -> Finding:
-        before, effort = evidence.standing(title), evidence.effort(title)
-        found = more(evidence, title, before, stepper=Square(), steps=effort.evaluations - 1 or 1, restarts=1)
+    def look(title: str, effort: Effort) -> Finding:
+        before = evidence.standing(title, effort)
+        found = more(evidence, title, effort, before, stepper=Square(), steps=effort.evaluations - 1 or 1, restarts=1)
         after = replaced(before, found)
         gain = before.auroc - after.auroc
         words = (
             f"{title}: without gradients a search reaches AUROC {after.auroc:.3f} in {effort.evaluations} evaluations "
             f"per image, the attack {before.auroc:.3f} ({looked_at(before, effort)})"
         )
-        if gain > before.tolerance:
-            return Finding("fail", f"{words}; it is stronger, so the gradients mislead (gradient masking)")
-        return Finding("pass", words, gain)
+        status, remark = before.verdict(gain)
+        if status == "fail":
+            remark = "; it is stronger, so the gradients mislead (gradient masking)"
+        return Finding(status, words + remark, gain)
 
-    return per_detector(evidence, look)
+    return per_attack(evidence.looks, look)
 
 
-@check("iterative_beats_single", price=lambda evidence: 2 * score_price(evidence), attack="shared")
+def single_step(evidence: Evidence) -> int:
+    """The price of one step for every image: the score of its start and of its end."""
+    return sum(
+        evidence.passes[title] * evidence.count * 2 * (1 + evidence.redraws(title)) for title, _ in evidence.heads
+    )
+
+
+@check("iterative_beats_single", price=single_step, attack="images")
 def iterative_beats_single(evidence: Evidence) -> Finding:
     """Many steps get further than one step of the ball's full size."""
 
-    def look(title: str) -> Finding:
-        effort = evidence.effort(title)
+    def look(title: str, effort: Effort) -> Finding:
         if effort.steps * effort.restarts == 1:
             return Finding("fail", f"{title}: the audit's attack takes a single step, so there is nothing to beat it")
         many, one = [], []
         for side in SIDES:
             single = stepper_for(effort.ball, effort.ball.eps)
-            found = evidence.push(title, side, evidence.images(side), stepper=single, steps=1, restarts=1)
-            one.append(gain_of(side, score_of(found), found))
-            many.append(gain_of(side, evidence.standing(title).scores(side), found))
+            found = evidence.push(title, effort, side, evidence.images(side), stepper=single, steps=1, restarts=1)
+            one.append(gain_of(side, evidence.ended(title, found), found))
+            again = evidence.ended(title, evidence.found(title, effort, side))
+            many.append(gain_of(side, stronger(side, evidence.standing(title, effort).scores(side), again), found))
         iterated, once = torch.cat(many), torch.cat(one)
         if not bool((torch.maximum(iterated, once) > 0).any()):
             return Finding("fail", f"{title}: neither one step nor {effort.steps} change any score (gradient masking)")
@@ -104,19 +113,19 @@ def iterative_beats_single(evidence: Evidence) -> Finding:
         share = float(further.float().mean())
         words = (
             f"{title}: {effort.steps} steps get further than one on {float((iterated > once).float().mean()):.0%} of "
-            f"{len(once)} images, less far on {share:.0%}"
+            f"{len(once)} images, less far on {share:.0%} ({effort.ball})"
         )
         if share > FEW:
             return Finding("fail", f"{words} (gradient masking, or steps that are too small)")
         return Finding("pass", words, share)
 
-    return per_detector(evidence, look)
+    return per_attack(evidence.heads, look)
 
 
 def unbounded_price(evidence: Evidence) -> int:
-    """The price of the attack without a limit, and of the clean scores."""
+    """The price of the attack without a limit."""
     return sum(
-        evidence.passes[title] * evidence.count * (unbounded_steps(evidence.effort(title)) + 2)
+        evidence.passes[title] * evidence.count * (unbounded_steps(evidence.effort(title)) + 1)
         for title in evidence.job.detectors
     )
 
@@ -126,16 +135,16 @@ def unbounded_breaks(evidence: Evidence) -> Finding:
     """With the ball as large as the box, the two-sided AUROC falls under 0.05, unless there is a certificate."""
 
     def look(title: str) -> Finding:
-        batch = evidence.job.batch_size
-        clean = Standing(*(scores(evidence.detector(title), evidence.images(side), batch) for side in SIDES))
-        steps = unbounded_steps(evidence.effort(title))
+        clean, effort = evidence.clean(title), evidence.effort(title)
+        steps = unbounded_steps(effort)
         ended = {
             side: score_of(
                 evidence.push(
                     title,
+                    effort,
                     side,
                     evidence.images(side),
-                    ball=Linf(1.0),
+                    ball=FREE,
                     stepper=Apgd(),
                     steps=steps,
                     restarts=1,
@@ -151,10 +160,18 @@ def unbounded_breaks(evidence: Evidence) -> Finding:
         )
         if after.auroc < BROKEN:
             return Finding("pass", words, after.auroc)
-        certificate = getattr(evidence.detector(title), "certificate", None)
-        if certificate is not None:
-            return Finding("pass", f"{words}, as its certificate says it should", after.auroc)
-        return Finding("fail", f"{words}, not under {BROKEN:g}: the attack does not reach this detector")
+        words += f", not under {BROKEN:g}"
+        detector = evidence.detector(title)
+        if isinstance(detector, Certified):
+            proven = auroc(after.inside, detector.score_bound(evidence.outliers, FREE.eps, "linf").cpu())
+            if proven >= BROKEN:
+                return Finding(
+                    "pass",
+                    f"{words}, as its certificate explains: no attack on these outliers comes under {proven:.3f}",
+                    after.auroc,
+                )
+            words += f", and its certificate, which proves {proven:.3f}, does not explain it"
+        return Finding("fail", f"{words}: the attack does not reach this detector")
 
     return per_detector(evidence, look)
 
@@ -168,7 +185,7 @@ Ended = dict[Side, tuple[Tensor, Tensor]]
 """Of every side the rows that were attacked, and the scores they ended with."""
 
 
-def more(evidence: Evidence, title: str, before: Standing, **changes: Unpack[Changes]) -> Ended:
+def more(evidence: Evidence, title: str, effort: Effort, before: Standing, **changes: Unpack[Changes]) -> Ended:
     """Another attack on what is unbroken of every side.
 
     The others are left alone, and an image leaves once it has passed every image of the other side: what it could
@@ -180,7 +197,7 @@ def more(evidence: Evidence, title: str, before: Standing, **changes: Unpack[Cha
         if len(rows):
             images = evidence.images(side)[rows]
             changes["stop"] = before.limit(side)
-            ended[side] = rows, score_of(evidence.push(title, side, images, **changes))
+            ended[side] = rows, evidence.ended(title, evidence.push(title, effort, side, images, **changes))
     return ended
 
 
@@ -203,8 +220,9 @@ def replaced(before: Standing, found: Ended) -> Standing:
 def compared(title: str, what: str, before: Standing, after: Standing, effort: Effort) -> Finding:
     """Whether a stronger attack found more."""
     gain = before.auroc - after.auroc
+    status, remark = before.verdict(gain)
     words = f"{title}: {what} take the AUROC from {before.auroc:.3f} to {after.auroc:.3f} ({looked_at(before, effort)})"
-    return Finding("fail" if gain > before.tolerance else "pass", words, gain)
+    return Finding(status, words + remark, gain)
 
 
 def looked_at(standing: Standing, effort: Effort) -> str:
@@ -216,17 +234,13 @@ def gain_of(side: Side, ended: Tensor, found: Found) -> Tensor:
     """How far scores have moved from the start's in the attacker's direction, (B,)."""
     if found.start_score is None:
         raise ValueError("the attack reports no score")
-    return ended - found.start_score if side == "in" else found.start_score - ended
-
-
-def score_price(evidence: Evidence) -> int:
-    """The passes of one score of every image by every detector."""
-    return sum(evidence.passes[title] for title in evidence.job.detectors) * evidence.count
+    start = found.start_score.cpu()
+    return ended - start if side == "in" else start - ended
 
 
 def priced(evidence: Evidence, evaluations: Callable[[Effort], int]) -> int:
     """The passes of some evaluations per image, on all images that are unbroken."""
     return sum(
-        evidence.passes[title] * evidence.unbroken(title) * evaluations(evidence.effort(title))
-        for title in evidence.job.detectors
+        evidence.passes[title] * evidence.unbroken(title, effort) * (evaluations(effort) + evidence.redraws(title))
+        for title, effort in evidence.looks
     )

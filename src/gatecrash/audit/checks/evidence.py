@@ -23,6 +23,7 @@ from gatecrash.detectors import Detector
 from gatecrash.found import Found
 from gatecrash.metrics import auroc
 from gatecrash.protocols import Stepper
+from gatecrash.speed import full_float32
 from gatecrash.stepper import Apgd
 
 Side = Literal["in", "out"]
@@ -30,6 +31,17 @@ SIDES: tuple[Side, Side] = ("in", "out")
 
 TOLERANCE = 0.01
 """How far an AUROC may move before a check takes notice."""
+
+BROKEN = 0.05
+"""The two-sided AUROC under which a detector counts as broken."""
+
+SLACK = 1e-9
+"""What rounding may add to a change of AUROC."""
+
+Status = Literal["pass", "warn", "fail"]
+
+Shared = Literal["scores", "images"]
+"""What checks may look at together: scores after the audit's attacks, and images that these return."""
 
 
 class Changes(TypedDict, total=False):
@@ -45,7 +57,7 @@ class Changes(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Effort:
-    """How hard the audit tries: its strongest attack on a score, inside one ball."""
+    """How hard the audit tries: one of its attacks on a score, inside one ball."""
 
     attack: AttackPlan
     rung: int
@@ -55,6 +67,11 @@ class Effort:
     restarts: int
 
     @property
+    def key(self) -> tuple[str, int]:
+        """What tells one effort of an audit from another."""
+        return attack_key(self.attack), self.rung
+
+    @property
     def evaluations(self) -> int:
         """Scores that the attack takes of one image."""
         return self.restarts * (self.steps + 1)
@@ -62,7 +79,7 @@ class Effort:
 
 @dataclass(frozen=True)
 class Standing:
-    """The scores of a few inliers and outliers after an attack on both sides."""
+    """The scores of a few inliers and outliers after an attack on both sides, on the CPU."""
 
     inside: Tensor
     outside: Tensor
@@ -72,10 +89,18 @@ class Standing:
         """The probability that an outlier still scores higher than an inlier."""
         return auroc(self.inside, self.outside)
 
-    @property
-    def tolerance(self) -> float:
-        """The change of AUROC that says nothing: 0.01, or two pairs of images where that is more."""
-        return max(TOLERANCE, 2 / (len(self.inside) * len(self.outside))) + 1e-9
+    def verdict(self, change: float) -> tuple[Status, str]:
+        """Whether the AUROC may change so much, and what is to be said where so few images cannot tell.
+
+        From 0.01 on it is too much. Where two pairs of images are as much as that, a change of no more than them may
+        be chance, and is a warning.
+        """
+        pair = 1 / (len(self.inside) * len(self.outside))
+        if change < TOLERANCE - SLACK:
+            return "pass", ""
+        if change <= 2 * pair + SLACK:
+            return "warn", f"; that is not less than {TOLERANCE:g}, but one pair of so few images is {pair:.3f}"
+        return "fail", ""
 
     def scores(self, side: Side) -> Tensor:
         """The scores of one side."""
@@ -107,10 +132,12 @@ class Evidence:
     """Network passes that one score of each detector takes."""
     allowance: float
     """Network passes that all checks together may take."""
+    every_ball: bool = True
+    """Whether every ball of an attack that says something is looked at, or the most telling one."""
     meter: Meter = field(default_factory=Meter)
     """What they took so far."""
-    _found: dict[tuple[str, Side], Found] = field(default_factory=dict, repr=False)
-    _efforts: dict[str, Effort] = field(default_factory=dict, repr=False)
+    _found: dict[tuple[str, tuple[str, int], Side], Found] = field(default_factory=dict, repr=False)
+    _blocks: dict[str, list[list[Effort]]] = field(default_factory=dict, repr=False)
 
     @property
     def left(self) -> float:
@@ -152,30 +179,45 @@ class Evidence:
         """A detector by its name in tables."""
         return self.job.detectors[title]
 
-    def effort(self, title: str) -> Effort:
-        """The plan's strongest attack on a score, inside the largest of its balls that leaves anything unbroken.
+    def blocks(self, title: str) -> list[list[Effort]]:
+        """Every attack of the plan on a score, the strongest first, inside those of its balls that say something.
 
-        Where the plan attacks no score, APGD inside the ball of its strongest other attack.
+        These are the balls that leave anything unbroken, the most telling first: the largest that does not break the
+        detector. Where all do, it is the smallest. Where the plan attacks no score, APGD inside the balls of its
+        strongest other attack.
 
         Raises:
             ValueError: the plan has no attack.
         """
-        if title not in self._efforts:
-            self._efforts[title] = self._effort(title)
-        return self._efforts[title]
+        if title not in self._blocks:
+            if not self.job.attacks:
+                raise ValueError("the plan has no attack")
+            by_strength = sorted(self.job.attacks, key=strength, reverse=True)
+            attacks = [attack for attack in by_strength if aims_at_score(attack)] or by_strength[:1]
+            self._blocks[title] = [self._efforts(title, attack) for attack in attacks]
+        return self._blocks[title]
 
-    def _effort(self, title: str) -> Effort:
-        if not self.job.attacks:
-            raise ValueError("the plan has no attack")
-        attack = max(self.job.attacks, key=strength)
-        ladder = attack.ball.ball().ladder
-        downwards = sorted(range(len(ladder)), key=lambda rung: -ladder[rung])
-        rung = next(
-            (rung for rung in downwards if self.reported(title, attack, ladder[rung]) > TOLERANCE), downwards[-1]
-        )
-        ball = attack.ball.ball().rungs[rung]
-        stepper = stepper_for(ball, attack.step) if attack.step and aims_at_score(attack) else Apgd()
-        return Effort(attack, rung, ball, stepper, *steps_and_restarts(attack))
+    def _efforts(self, title: str, attack: AttackPlan) -> list[Effort]:
+        rungs = attack.ball.ball().rungs
+        downwards = sorted(range(len(rungs)), key=lambda rung: -rungs[rung].eps)
+        areas = {rung: self.reported(title, attack, rungs[rung].eps) for rung in downwards}
+        telling = [rung for rung in downwards if areas[rung] > TOLERANCE] or downwards[-1:]
+        telling.sort(key=lambda rung: areas[rung] < BROKEN)
+        return [effort_of(attack, rung, rungs[rung]) for rung in telling[: None if self.every_ball else 1]]
+
+    def effort(self, title: str) -> Effort:
+        """The plan's strongest attack on a score, inside the most telling of its balls."""
+        return self.blocks(title)[0][0]
+
+    @property
+    def looks(self) -> list[tuple[str, Effort]]:
+        """Every detector with every attack on its score and every ball looked at."""
+        return [(title, effort) for title in self.job.detectors for block in self.blocks(title) for effort in block]
+
+    @property
+    def heads(self) -> list[tuple[str, Effort]]:
+        """Every detector with every attack on its score, inside the most telling ball of each."""
+        return [(title, block[0]) for title in self.job.detectors for block in self.blocks(title)]
 
     def reported(self, title: str, attack: AttackPlan, eps: float) -> float:
         """The highest AUROC that the audit reports for a detector, an attack and an eps, over all outlier sets."""
@@ -190,42 +232,59 @@ class Evidence:
             default=1.0,
         )
 
-    def push(self, title: str, side: Side, images: Tensor, **changes: Unpack[Changes]) -> Found:
-        """The audit's attack on some images of one side, changed as the options say."""
-        effort = self.effort(title)
+    def push(self, title: str, effort: Effort, side: Side, images: Tensor, **changes: Unpack[Changes]) -> Found:
+        """An attack of the audit on some images of one side, changed as the options say."""
         attack = evict if side == "in" else admit
         again = changes.get("random_start", False)
-        return attack(
-            self.detector(title),
-            images,
-            changes.get("ball", effort.ball),
-            stepper=changes.get("stepper", effort.stepper),
-            steps=changes.get("steps", effort.steps),
-            restarts=changes.get("restarts", effort.restarts),
-            stop=changes.get("stop"),
-            random_start=again,
-            # Another seed for random starts, or they would repeat those of the attack that they are compared with.
-            generator=self.job.seed + again,
-            batch_size=self.job.batch_size,
-        )
+        with full_float32():
+            return attack(
+                self.detector(title),
+                images,
+                changes.get("ball", effort.ball),
+                stepper=changes.get("stepper", effort.stepper),
+                steps=changes.get("steps", effort.steps),
+                restarts=changes.get("restarts", effort.restarts),
+                stop=changes.get("stop"),
+                random_start=again,
+                # Another seed for random starts, or they would repeat those of the attack that they are compared with.
+                generator=self.job.seed + again,
+                batch_size=self.job.batch_size,
+            )
 
-    def found(self, title: str, side: Side) -> Found:
-        """What the audit's attack finds on the images looked at; done once."""
-        if (title, side) not in self._found:
-            self._found[title, side] = self.push(title, side, self.images(side))
-        return self._found[title, side]
+    def found(self, title: str, effort: Effort, side: Side) -> Found:
+        """What an attack of the audit finds on the images looked at; done once."""
+        key = title, effort.key, side
+        if key not in self._found:
+            self._found[key] = self.push(title, effort, side, self.images(side))
+        return self._found[key]
 
-    def standing(self, title: str) -> Standing:
-        """The scores after the audit's attack: what it finds here, or what it reports, whichever is worse."""
+    def standing(self, title: str, effort: Effort) -> Standing:
+        """The scores after an attack of the audit: those it reports, or where it left a side alone what it finds."""
         attacked = {}
         for side in SIDES:
-            found, reported = score_of(self.found(title, side)), self.reported_scores(title, side)
-            attacked[side] = found if reported is None else stronger(side, found, reported.to(found))
+            reported = self.reported_scores(title, effort, side)
+            attacked[side] = self.ended(title, self.found(title, effort, side)) if reported is None else reported
         return Standing(attacked["in"], attacked["out"])
 
-    def reported_scores(self, title: str, side: Side) -> Tensor | None:
+    def scores(self, title: str, x: Tensor) -> Tensor:
+        """The scores of images as the audit reports them, on the CPU."""
+        return self.detector(title).scores(x, self.job.batch_size).cpu()
+
+    def ended(self, title: str, found: Found) -> Tensor:
+        """The scores that an attack ended with, on the CPU; random ones drawn anew, as the best of many flatters."""
+        return self.scores(title, found.x) if self.redraws(title) else score_of(found)
+
+    def redraws(self, title: str) -> int:
+        """The further evaluations per image that `ended` takes: one where a score is an average over draws."""
+        return int(getattr(self.detector(title), "draws", None) is not None)
+
+    def clean(self, title: str) -> Standing:
+        """The scores of the images looked at before any attack."""
+        inside, *outside = (self.measured.clean[title, name][rows] for name, rows in self.places.items())
+        return Standing(inside, torch.cat(outside))
+
+    def reported_scores(self, title: str, effort: Effort, side: Side) -> Tensor | None:
         """The scores that the audit reports for the images looked at; None where it did not attack their score."""
-        effort = self.effort(title)
         parts = []
         for name in [INLIERS] if side == "in" else self.job.outliers:
             outcome = self.measured.attacked.get((title, attack_key(effort.attack), name, effort.rung))
@@ -234,26 +293,38 @@ class Evidence:
             parts.append(outcome.scores[self.places[name]])
         return torch.cat(parts)
 
-    def unbroken(self, title: str) -> int:
-        """The images that a stronger attack could still win, as far as is known before the shared attack was made."""
-        if all((title, side) in self._found for side in SIDES):
-            standing = self.standing(title)
-        else:
-            inside, outside = (self.reported_scores(title, side) for side in SIDES)
-            if inside is None or outside is None:
-                return self.count
-            standing = Standing(inside, outside)
+    def unbroken(self, title: str, effort: Effort) -> int:
+        """The images that a stronger attack could still win, as far as is known before the shared attacks are made."""
+        if any(self._waits(run) for run in self._unreported(title, effort)):
+            return self.count
+        standing = self.standing(title, effort)
         return sum(len(standing.unbroken(side)) for side in SIDES)
 
-    @property
-    def attack_price(self) -> int:
-        """The passes that the shared attacks still to be made will take."""
-        return sum(
-            self.passes[title] * len(self.images(side)) * self.effort(title).evaluations
-            for title in self.job.detectors
-            for side in SIDES
-            if (title, side) not in self._found
+    def attack_price(self, shared: Shared) -> int:
+        """The passes that the attacks still to be made will take, whose scores or images checks look at together."""
+        runs = (
+            [run for look in self.looks for run in self._unreported(*look)]
+            if shared == "scores"
+            else [(title, effort, side) for title, effort in self.heads for side in SIDES]
         )
+        return sum(
+            self.passes[title] * len(self.images(side)) * (effort.evaluations + self.redraws(title))
+            for title, effort, side in runs
+            if self._waits((title, effort, side))
+        )
+
+    def _unreported(self, title: str, effort: Effort) -> list[tuple[str, Effort, Side]]:
+        return [(title, effort, side) for side in SIDES if self.reported_scores(title, effort, side) is None]
+
+    def _waits(self, run: tuple[str, Effort, Side]) -> bool:
+        title, effort, side = run
+        return (title, effort.key, side) not in self._found
+
+
+def effort_of(attack: AttackPlan, rung: int, ball: Ball) -> Effort:
+    """An attack of a plan inside one of its balls; APGD on the score for one that does not aim at that."""
+    stepper = stepper_for(ball, attack.step) if attack.step and aims_at_score(attack) else Apgd()
+    return Effort(attack, rung, ball, stepper, *steps_and_restarts(attack))
 
 
 def spread_rows(count: int, wanted: int) -> Tensor:
@@ -283,10 +354,10 @@ def aims_at_score(attack: AttackPlan) -> bool:
 
 
 def score_of(found: Found) -> Tensor:
-    """The scores of an attack on a score."""
+    """The scores of an attack on a score, on the CPU."""
     if found.score is None:
         raise ValueError("the attack reports no score")
-    return found.score
+    return found.score.cpu()
 
 
 def stronger(side: Side, first: Tensor, second: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from gatecrash.attacks.latent import latents
-from gatecrash.audit.checks.evidence import Evidence, spread_rows
-from gatecrash.audit.checks.registry import Finding, check, counted, per_detector
+from gatecrash.audit.checks.evidence import Effort, Evidence, spread_rows
+from gatecrash.audit.checks.registry import Finding, check, counted, per_attack
 from gatecrash.audit.run import flattened
 from gatecrash.ball import Ball
 from gatecrash.protocols import Encoder
@@ -32,10 +32,9 @@ FRESH = 4
 
 
 def planted_price(evidence: Evidence) -> int:
-    """For every image and detector: points to fit on, points of chance, and the attack."""
+    """For every image, detector and attack: points to fit on, points of chance, and the attack."""
     return evidence.planted * sum(
-        evidence.passes[title] * (AROUND + 1 + FRESH + evidence.effort(title).evaluations)
-        for title in evidence.job.detectors
+        evidence.passes[title] * (AROUND + 1 + FRESH + effort.evaluations) for title, effort in evidence.heads
     )
 
 
@@ -44,8 +43,8 @@ def planted(evidence: Evidence) -> Finding:
     """A point that scores as an inlier is planted in every ball, and the attack finds an inlier score in 95 %."""
     images = some_images(evidence, evidence.planted)
 
-    def look(title: str) -> Finding:
-        encode, effort = evidence.detector(title).encode, evidence.effort(title)
+    def look(title: str, effort: Effort) -> Finding:
+        encode = evidence.detector(title).encode
         batch, seed = evidence.job.batch_size, evidence.job.seed
         trap = plant(encode, images, effort.ball, seed, batch)
         start = images[trap.rows]
@@ -66,8 +65,9 @@ def planted(evidence: Evidence) -> Finding:
         )
         share, chance = float(found.success.float().mean()), trap.chance(start, effort.ball, seed + 2, batch)
         words = (
-            f"{title}: the attack finds the inlier score that was planted in the ball for {share:.0%} of {len(start)} "
-            f"images, {FRESH} random points for {chance:.0%} (fitted against {counted(trap.others, 'other')} each)"
+            f"{title}: the attack finds the inlier score that was planted in {effort.ball} for {share:.0%} of "
+            f"{len(start)} images, {FRESH} random points for {chance:.0%} "
+            f"(fitted against {counted(trap.others, 'other')} each)"
         )
         if share < FOUND:
             return Finding("fail", words)
@@ -77,7 +77,7 @@ def planted(evidence: Evidence) -> Finding:
             return Finding("warn", f"{words}; for proof it takes {IMAGES} images")
         return Finding("pass", words, 1 - share)
 
-    return per_detector(evidence, look)
+    return per_attack(evidence.heads, look)
 
 
 def some_images(evidence: Evidence, count: int) -> Tensor:

@@ -6,14 +6,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from gatecrash.audit.checks.evidence import Evidence
+from gatecrash.audit.checks.evidence import Effort, Evidence, Shared
+from gatecrash.audit.checks.evidence import Status as Status
 from gatecrash.bundle import Check
 from gatecrash.registry import Registry
 
-Status = Literal["pass", "warn", "fail"]
-
 SHOWN = 3
 """Detectors that the sentence of a failed check names before it counts the others."""
+
+
+Attacks = Literal["none", "own"] | Shared
 
 
 class Finding(NamedTuple):
@@ -32,9 +34,9 @@ class Doubt:
     name: str
     look: Callable[[Evidence], Finding]
     price: Callable[[Evidence], int]
-    """The most network passes it may take, besides the attack on the subset that several checks share."""
-    attack: Literal["none", "own", "shared"]
-    """Whether it makes no attack, one of its own with the plan's settings, or looks at the shared one."""
+    """The most network passes it may take, besides the attacks that several checks share."""
+    attack: Attacks
+    """Whether it makes no attack, only ones of its own with the plan's settings, or looks at shared ones."""
 
     def __call__(self, evidence: Evidence) -> Check:
         """The verdict; an error inside the check is a failure that says so."""
@@ -71,7 +73,7 @@ def check(
     name: str,
     *,
     price: Callable[[Evidence], int] = lambda evidence: 0,
-    attack: Literal["none", "own", "shared"] = "none",
+    attack: Attacks = "none",
 ) -> Callable[[Callable[[Evidence], Finding]], Doubt]:
     """A decorator that enters a check under its name."""
 
@@ -83,13 +85,20 @@ def check(
 
 def per_detector(evidence: Evidence, look: Callable[[str], Finding]) -> Finding:
     """What was found for every detector, as one: the worst status, and in words those detectors that have it."""
-    findings = []
-    for title in evidence.job.detectors:
-        try:
-            findings.append(look(title))
-        except Exception as error:
-            findings.append(Finding("fail", f"{title}: {in_words(error)}"))
-    return worst(findings, "detectors")
+    return worst([guarded(title, look, title) for title in evidence.job.detectors], "detectors")
+
+
+def per_attack(looks: Sequence[tuple[str, Effort]], look: Callable[[str, Effort], Finding]) -> Finding:
+    """What was found for every attack on a detector's score, as one; likewise."""
+    return worst([guarded(title, look, title, effort) for title, effort in looks], "attacks on a score")
+
+
+def guarded(title: str, look: Callable[..., Finding], *args: object) -> Finding:
+    """A finding; an error on the way is a failure of the detector's."""
+    try:
+        return look(*args)
+    except Exception as error:
+        return Finding("fail", f"{title}: {in_words(error)}")
 
 
 def worst(findings: Sequence[Finding], noun: str) -> Finding:
@@ -100,7 +109,7 @@ def worst(findings: Sequence[Finding], noun: str) -> Finding:
         noun: what they are about, in the plural.
     """
     for status in ("fail", "warn"):
-        bad = [finding.words for finding in findings if finding.status == status]
+        bad = list(dict.fromkeys(finding.words for finding in findings if finding.status == status))
         if bad:
             more = f"; and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
             return Finding("fail" if status == "fail" else "warn", "; ".join(bad[:SHOWN]) + more)

@@ -3,19 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple, get_args
 
 import torch
 
 from gatecrash.audit.checks.cost import Meter, counting, networks_of, passes_of, spent_by
-from gatecrash.audit.checks.evidence import Evidence
+from gatecrash.audit.checks.evidence import Evidence, Shared
 from gatecrash.audit.checks.registry import CHECKS, ORDER, Doubt
 from gatecrash.audit.job import Job
 from gatecrash.audit.run import Measured
 from gatecrash.bundle import Check, Row
 from gatecrash.progress import progress
 
-SIZES = ((32, 32), (24, 32), (16, 32), (12, 32), (8, 32), (8, 16), (8, 8))
-"""Inliers, and outliers, that the checks may look at, and images that points are planted for."""
+NOT_RUN = "Not run"
+"""How the sentence of a check begins that was not made."""
+
+TOO_SMALL = "too costly beside this small audit"
+"""Why not, where the check does apply."""
+
+
+class Size(NamedTuple):
+    """How much the checks look at."""
+
+    images: int
+    """Inliers, and outliers."""
+    planted: int
+    """Images that points are planted for."""
+    every_ball: bool
+    """Whether every ball of an attack that says something is looked at, or the most telling one."""
+
+
+SIZES = (
+    Size(32, 32, True),
+    Size(24, 32, True),
+    Size(16, 32, True),
+    Size(16, 32, False),
+    Size(12, 32, False),
+    Size(10, 32, False),
+    Size(10, 16, False),
+    Size(8, 8, False),
+)
+"""What the checks may look at, the most first."""
 
 
 def run_checks(job: Job, measured: Measured, rows: Sequence[Row], *, share: float = 0.25) -> list[Check]:
@@ -34,7 +62,7 @@ def run_checks(job: Job, measured: Measured, rows: Sequence[Row], *, share: floa
     Returns:
         A verdict per check; an error inside a check is a failure of it, and is not raised.
     """
-    with counting(networks_of(job.detectors.values())) as meter:
+    with counting(networks_of(job.detectors.values(), job.inliers.x[:1].to(job.device))) as meter:
         return verdicts(evidence_of(job, measured, rows, share=share, meter=meter))
 
 
@@ -43,10 +71,12 @@ def evidence_of(
 ) -> Evidence:
     """What the checks look at: as many images as they can pay for with a share of the audit's cost."""
     image = job.inliers.x[:1].to(job.device)
-    passes = {title: passes_of(detector, image) for title, detector in job.detectors.items()}
+    seen = {title: passes_of(detector, image) for title, detector in job.detectors.items()}
+    passes = {title: max(1, count) for title, count in seen.items()}
     allowance = share * spent_by(job, measured, passes)
     meter = meter or Meter()
-    sizes = [Evidence(job, measured, rows, size, planted, passes, allowance, meter) for size, planted in SIZES]
+    meter.blind = not all(seen.values())
+    sizes = [Evidence(job, measured, rows, *size[:2], passes, allowance, size.every_ball, meter) for size in SIZES]
     return next((evidence for evidence in sizes if price_of(evidence, list(CHECKS)) <= evidence.left), sizes[-1])
 
 
@@ -66,23 +96,34 @@ def verdicts(evidence: Evidence) -> list[Check]:
 
 def verdict(evidence: Evidence, doubt: Doubt) -> Check:
     """The verdict of one check, or a warning that it was not made."""
+    price, before = price_of(evidence, [doubt.name]), evidence.meter.passes
     reason = None
     if doubt.attack != "none" and not evidence.job.attacks:
         reason = "the plan has no attack"
-    elif price_of(evidence, [doubt.name]) > evidence.left:
+    elif price > evidence.left:
         reason = (
-            f"too costly beside this small audit: it may take {price_of(evidence, [doubt.name])} network passes, and "
-            f"{max(0, int(evidence.left))} are left of the {int(evidence.allowance)} that the checks may take"
+            f"{TOO_SMALL}: it may take {price} network passes, and {max(0, int(evidence.left))} are left of the "
+            f"{int(evidence.allowance)} that the checks may take"
         )
     if reason is not None:
-        return {"name": doubt.name, "status": "warn", "sentence": f"Not run, {reason}."}
-    return doubt(evidence)
+        return {"name": doubt.name, "status": "warn", "sentence": f"{NOT_RUN}, {reason}."}
+    check = doubt(evidence)
+    if evidence.meter.blind:
+        evidence.meter.passes = before + price
+    return check
+
+
+def not_run(check: Check) -> str | None:
+    """Why a check was not made, in a few words; None where it was."""
+    start, comma, reason = check["sentence"].partition(", ")
+    return reason.partition(":")[0].rstrip(".") if comma and start == NOT_RUN else None
 
 
 def price_of(evidence: Evidence, names: Sequence[str]) -> int:
-    """The most passes that some checks may take together, the attack that they share counted once."""
+    """The most passes that some checks may take together, the attacks that they share counted once."""
     doubts = [CHECKS[name] for name in names]
     if not evidence.job.attacks:
         doubts = [doubt for doubt in doubts if doubt.attack == "none"]
-    shared = evidence.attack_price if any(doubt.attack == "shared" for doubt in doubts) else 0
-    return shared + sum(doubt.price(evidence) for doubt in doubts)
+    shared = {doubt.attack for doubt in doubts}
+    attacks = sum(evidence.attack_price(kind) for kind in get_args(Shared) if kind in shared)
+    return attacks + sum(doubt.price(evidence) for doubt in doubts)

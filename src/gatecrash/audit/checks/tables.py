@@ -8,8 +8,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from gatecrash.audit.checks.evidence import SIDES, TOLERANCE, Evidence, aims_at_score
-from gatecrash.audit.checks.registry import Finding, check, per_detector, worst
+from gatecrash.audit.checks.evidence import SIDES, TOLERANCE, Effort, Evidence, aims_at_score
+from gatecrash.audit.checks.registry import Finding, check, per_attack, worst
 from gatecrash.audit.run import attack_key
 from gatecrash.ball import distance
 from gatecrash.bundle import Row
@@ -104,7 +104,7 @@ def is_constant(evidence: Evidence, title: str) -> bool:
     return bool(scores.max() == scores.min())
 
 
-@check("pixel_budget", attack="shared")
+@check("pixel_budget", attack="images")
 def pixel_budget(evidence: Evidence) -> Finding:
     """Every image is inside its ball and the box: as the audit measured it, and measured again on images at hand."""
     for attack in evidence.job.attacks:
@@ -119,9 +119,9 @@ def pixel_budget(evidence: Evidence) -> Finding:
                             f"{attack.ball.norm}, and eps is {eps:.4g}; is eps in normalised units?",
                         )
 
-    def look(title: str) -> Finding:
-        ball = evidence.effort(title).ball
-        returned = [evidence.found(title, side) for side in SIDES]
+    def look(title: str, effort: Effort) -> Finding:
+        ball = effort.ball
+        returned = [evidence.found(title, effort, side) for side in SIDES]
         x = torch.cat([exact(found.x) for found in returned])
         start = torch.cat([exact(evidence.images(side)) for side in SIDES])
         far, over = float(distance(x, start, ball.norm).max()), float((x - x.clamp(0, 1)).abs().max())
@@ -136,7 +136,7 @@ def pixel_budget(evidence: Evidence) -> Finding:
             return Finding("fail", f"{words}: outside the ball")
         return Finding("pass", words, far / ball.eps)
 
-    return per_detector(evidence, look)
+    return per_attack(evidence.heads, look)
 
 
 def exact(x: Tensor) -> Tensor:

@@ -1,0 +1,326 @@
+"""One run of a search: the samples in play go step by step from one starting point, and leave when they are done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from gatecrash.ball import Ball, distance
+from gatecrash.found import Trajectory
+from gatecrash.objective import name_of
+from gatecrash.progress import Bar
+from gatecrash.protocols import Objective, State, Stepper, Walk
+from gatecrash.speed import Pace, at_pace
+from gatecrash.stepper import choose
+
+FAR = 0.7
+"""The share of a mixed run, at its beginning, that is evaluated in half precision."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is the same for every run of one search."""
+
+    objective: Objective
+    ball: Ball
+    stepper: Stepper
+    steps: int
+    restarts: int
+    keep: str
+    record: bool
+    random_start: bool
+    mixed: bool
+    half: bool
+    look_every: int
+
+    @property
+    def far(self) -> int:
+        """The steps of a run that are evaluated in half precision."""
+        return int(FAR * self.steps) if self.half else 0
+
+    def pace(self, step: int) -> Pace:
+        """The pace at which a step is evaluated."""
+        return "plain" if not self.mixed else "half" if step < self.far else "prepared"
+
+
+@dataclass
+class Run:
+    """What one run, from one starting point, came to."""
+
+    x: Tensor
+    value: Tensor
+    start_value: Tensor | None
+    steps: Tensor
+    evaluations: Tensor
+    trajectory: Trajectory | None
+
+
+@dataclass
+class Play:
+    """The samples of a run that are still in play, and what each of them would return if the run ended here."""
+
+    at: slice | Tensor
+    """Their places in the batch."""
+    rows: Tensor
+    centre: Tensor
+    limit: Tensor | None
+    x: Tensor
+    value: Tensor
+    steps: Tensor
+    evaluations: Tensor
+    going: Tensor | None = None
+    """(B,), False for those that reached their stop and change no more; None where nobody is held: without a stop, and
+    in mixed precision, where it takes a plain evaluation to be done."""
+
+    @property
+    def count(self) -> Tensor | int:
+        """What a step or an evaluation adds for every sample."""
+        return 1 if self.going is None else self.going
+
+    def take(self, x: Tensor, value: Tensor, keep: str) -> None:
+        """Keep a point where it is better than the one before, or with "last" always."""
+        if keep == "last" and self.going is None:
+            self.x, self.value = x, value
+            return
+        taken = value < self.value if keep == "best" else torch.ones_like(value, dtype=torch.bool)
+        if self.going is not None:
+            taken = taken & self.going
+        self.x = choose(taken, x, self.x)
+        self.value = torch.where(taken, value, self.value)
+
+    def freeze(self) -> None:
+        """Let those that reached their stop change no more."""
+        if self.going is not None and self.limit is not None:
+            self.going = self.going & (self.value > self.limit)
+
+    def only(self, going: Tensor) -> Play:
+        """The same with some of the samples."""
+        return Play(
+            at=going if isinstance(self.at, slice) else self.at[going],
+            rows=self.rows[going],
+            centre=self.centre[going],
+            limit=None if self.limit is None else self.limit[going],
+            x=self.x[going],
+            value=self.value[going],
+            steps=self.steps[going],
+            evaluations=self.evaluations[going],
+            going=None if self.going is None else self.going[going],
+        )
+
+
+def run_from(
+    settings: Settings,
+    point: Tensor,
+    start: Tensor,
+    start_value: Tensor | None,
+    rows: Tensor,
+    left: Tensor | None,
+    limit: Tensor | None,
+    generator: torch.Generator,
+    bar: Bar,
+) -> Run:
+    """One run from `point` for the samples `left`; what it returns holds all samples, the others at their start.
+
+    Where `start_value` is None, `point` is the start, and the first evaluation finds it.
+    """
+    held, play = _begin(settings, start, start_value, rows, left, limit)
+    x = point[play.at]
+    project = settings.ball.projection(play.centre)
+    state: State = {}
+    drawn: dict[int, Tensor] = {}  # the generator's state before the numbers of every step since the last look
+
+    def draw(kind: Callable[..., Tensor]) -> Tensor:
+        if limit is not None and settings.look_every > 1:
+            drawn.setdefault(step, generator.get_state())
+        full = kind(start.shape, generator=generator, device=generator.device, dtype=start.dtype)
+        return full.to(start.device)[play.at]
+
+    normal, uniform = partial(draw, torch.randn), partial(draw, torch.rand)
+
+    def try_out(points: Tensor) -> Tensor:
+        play.evaluations += play.count
+        return evaluate(settings, points, play.rows, settings.pace(step))[0]
+
+    for step in range(settings.steps + 1):
+        last = step == settings.steps
+        if 0 < step == settings.far:
+            _restate(play, state, try_out(play.x))
+        with_gradient = settings.stepper.needs_gradient and not last
+        value, gradient = evaluate(settings, x, play.rows, settings.pace(step), with_gradient)
+        if held.start_value is None:
+            check_start_value(settings.objective, value, rows)
+            held.start_value = value
+        play.evaluations += play.count
+        play.take(x, value, settings.keep)
+        if held.trajectory is not None:
+            _record(held.trajectory, step, play)
+        bar.advance()
+        if last:
+            break
+        walk = Walk(
+            x=x,
+            value=value,
+            gradient=gradient,
+            centre=play.centre,
+            ball=settings.ball,
+            step=step,
+            steps=settings.steps,
+            normal=normal,
+            uniform=uniform,
+            evaluate=try_out,
+        )
+        if step == 0:
+            state = settings.stepper.begin(walk)
+        play.freeze()
+        if play.limit is not None and step % settings.look_every == 0:
+            going = _going(settings, play, play.limit, held.start_value[play.at]).nonzero().flatten()
+            if len(going) < len(x):
+                _settle(held, play, step)
+            if len(going) == 0:
+                _rewind(generator, drawn, int(play.steps.max()))
+                bar.advance(settings.steps - step)
+                return held
+            if len(going) < len(x):
+                walk, state = _compacted(walk, state, going)
+                play = play.only(going)
+                project = settings.ball.projection(play.centre)
+            drawn.clear()
+        x = project(settings.stepper.move(walk, state)).detach()
+        play.steps += play.count
+    if settings.mixed:
+        play.value, _ = evaluate(settings, play.x, play.rows)
+        play.evaluations += 1
+    _settle(held, play, settings.steps)
+    return held
+
+
+def _begin(
+    settings: Settings,
+    start: Tensor,
+    start_value: Tensor | None,
+    rows: Tensor,
+    left: Tensor | None,
+    limit: Tensor | None,
+) -> tuple[Run, Play]:
+    """A run before its first step: all samples at their start, and those `left` in play."""
+    unknown = start.new_full((len(start),), torch.inf)
+    value = unknown if start_value is None else start_value
+    first_value = start.new_zeros(len(start)) if start_value is None else start_value
+    at: slice | Tensor = slice(None) if left is None else left
+    held = Run(
+        x=start.clone(),
+        value=value.clone(),
+        start_value=start_value,
+        steps=torch.zeros_like(rows),
+        evaluations=torch.zeros_like(rows),
+        trajectory=still(first_value, settings.steps) if settings.record else None,
+    )
+    play = Play(
+        at=at,
+        rows=rows[at],
+        centre=start[at],
+        limit=None if limit is None else limit[at],
+        x=held.x[at],
+        value=(unknown if settings.mixed else value)[at],  # a pace's values are compared with its own only
+        steps=torch.zeros_like(rows[at]),
+        evaluations=torch.zeros_like(rows[at]),
+        going=None if limit is None or settings.mixed else torch.ones_like(rows[at], dtype=torch.bool),
+    )
+    return held, play
+
+
+def _going(settings: Settings, play: Play, limit: Tensor, start_value: Tensor) -> Tensor:
+    """Who is not done, (B,). In mixed precision whoever seems to be is evaluated plainly, and stays if it is not."""
+    if play.going is not None:
+        return play.going
+    going = (play.value > limit) & (start_value > limit)
+    seem = (~going).nonzero().flatten()
+    if len(seem):
+        value, _ = evaluate(settings, play.x[seem], play.rows[seem])
+        play.evaluations[seem] += 1
+        going[seem] = value > limit[seem]
+        play.value[seem] = torch.where(going[seem], play.value[seem], value)
+    return going
+
+
+def _restate(play: Play, state: State, value: Tensor) -> None:
+    """Give the points held the values they have at another pace, and shift those in the stepper's state as far."""
+    shift = (value - play.value).nan_to_num(0, 0, 0)
+    play.value = value
+    for name in state:
+        if name.endswith("value"):
+            state[name] = state[name] + shift
+
+
+def _settle(held: Run, play: Play, step: int) -> None:
+    """Write what the samples in play have come to, for the rows of the trajectory still to come too."""
+    held.x[play.at], held.value[play.at] = play.x, play.value
+    held.steps[play.at], held.evaluations[play.at] = play.steps, play.evaluations
+    if held.trajectory is not None:
+        _record(held.trajectory, slice(step, None), play)
+
+
+def _rewind(generator: torch.Generator, drawn: dict[int, Tensor], steps: int) -> None:
+    """Take back the random numbers drawn after so many steps: all were done by then, and nobody had looked."""
+    late = [step for step in drawn if step >= steps]
+    if late:
+        generator.set_state(drawn[min(late)])
+
+
+def evaluate(
+    settings: Settings, x: Tensor, rows: Tensor, pace: Pace = "plain", with_gradient: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """The objective at x and, where asked for, its gradient; no parameter gets a `.grad`."""
+    with at_pace(pace):
+        if not with_gradient:
+            with torch.no_grad():
+                return settings.objective(x, rows).detach().to(x.dtype), None
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            value = settings.objective(x, rows)
+            gradient = None
+            if value.requires_grad:
+                (gradient,) = torch.autograd.grad(value, x, torch.ones_like(value), allow_unused=True)
+    if gradient is None:
+        raise ValueError(
+            f"{name_of(settings.objective)} has no gradient with respect to the images, so it cannot be attacked with "
+            "one; look for detach(), no_grad() or numpy between the images and its value"
+        )
+    return value.detach().to(x.dtype), gradient
+
+
+def _compacted(walk: Walk, state: State, going: Tensor) -> tuple[Walk, State]:
+    """The walk and the stepper's state without the samples that are done."""
+    gradient = None if walk.gradient is None else walk.gradient[going]
+    walk = replace(walk, x=walk.x[going], value=walk.value[going], gradient=gradient, centre=walk.centre[going])
+    return walk, {name: tensor[going] for name, tensor in state.items()}
+
+
+def still(start_value: Tensor, steps: int) -> Trajectory:
+    """The trajectory of samples that never move."""
+    nowhere = torch.zeros_like(start_value).repeat(steps + 1, 1)
+    return Trajectory(start_value.repeat(steps + 1, 1), nowhere, nowhere.clone())
+
+
+def _record(trajectory: Trajectory, when: int | slice, play: Play) -> None:
+    """Write where the samples in play stand into some rows of the trajectory."""
+    trajectory.value[when, play.at] = play.value
+    trajectory.l2[when, play.at] = distance(play.x, play.centre, "l2")
+    trajectory.linf[when, play.at] = distance(play.x, play.centre, "linf")
+
+
+def check_start_value(objective: Objective, value: Tensor, rows: Tensor) -> None:
+    """Raises a ValueError when the objective is not one number per sample; `rows` are their indices."""
+    count = len(rows)
+    if value.shape != (count,):
+        raise ValueError(f"{name_of(objective)} must give one value per sample, ({count},), got {tuple(value.shape)}")
+    bad = rows[value.isnan()].tolist()
+    if bad:
+        raise ValueError(
+            f"{name_of(objective)} gives NaN for {len(bad)} of {count} starting images, first at index {bad[0]}; "
+            "are the model's weights finite?"
+        )
