@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from gatecrash import prepared
+from gatecrash.checkpointing import blocks_of, checkpointed
 from gatecrash.images import check_form, resized
-from gatecrash.networks.checkpointing import blocks_of, checkpointed
 from gatecrash.protocols import Latent
 from gatecrash.taps import evaluating as evaluating
 from gatecrash.taps import first_tensor as first_tensor

@@ -9,6 +9,8 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from gatecrash.taps import evaluating
+
 
 def blocks_of(model: nn.Module) -> tuple[nn.Module, ...]:
     """The longest chain of blocks of one class, as transformers have them: a sequence or list of modules in the model.
@@ -45,22 +47,10 @@ def _forgetful(block: nn.Module) -> Any:
     forward = block.forward
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), _eval_mode(block)
+        # On the way back its owner may have the block in training mode again.
+        return nullcontext(), evaluating(block)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     return run
-
-
-@contextmanager
-def _eval_mode(block: nn.Module) -> Iterator[None]:
-    """The block as it was on the way there: by now its owner may have it back in training mode."""
-    trained = [module for module in block.modules() if module.training]
-    for module in trained:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in trained:
-            module.training = True

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gatecrash import L2, Encoder, collide
-from gatecrash.networks.checkpointing import blocks_of, checkpointed
+from gatecrash.checkpointing import blocks_of, checkpointed
 
 
 def small_vit() -> nn.Module:
