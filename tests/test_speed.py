@@ -79,11 +79,24 @@ def test_scores_are_float32_and_a_reader_between_batches_has_its_own_flags(befor
 
 
 def test_what_the_newer_interface_says_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[bool] = []
+
     class Refusing:
         @property
         def allow_tf32(self) -> bool:
             raise RuntimeError("a mix of the legacy and new APIs")
 
+        @allow_tf32.setter
+        def allow_tf32(self, value: bool) -> None:
+            written.append(value)
+
     monkeypatch.setattr(torch.backends, "cudnn", Refusing())
-    with full_float32():
-        pass
+    products = torch.backends.cuda.matmul
+    found, products.allow_tf32 = products.allow_tf32, True
+    try:
+        with full_float32():
+            assert not products.allow_tf32
+        assert products.allow_tf32
+    finally:
+        products.allow_tf32 = found
+    assert written == []
