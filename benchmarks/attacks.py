@@ -27,6 +27,7 @@ from torch import Tensor, nn
 import gatecrash as gate
 from gatecrash.attacks.curve import perturbation_curve
 from gatecrash.attacks.minimal import minimal
+from gatecrash.audit.checks.gradients import gradient_at, probed
 from gatecrash.metrics import auroc
 from gatecrash.networks import DenseNetBC, ResNetCifar, load_weights
 
@@ -317,9 +318,20 @@ def verdicts(setting: Setting) -> dict[str, Any]:
 
 
 def precision(setting: Setting) -> dict[str, Any]:
-    """What the checks say of 10 steps on few images: for a CPU, where float32 is not rounded to TF32."""
+    """What rounding does to 10 steps on few images, and to gradients: for a CPU, which does not round to TF32."""
     attacks = [{"name": "admit", "side": "both", "ball": {"norm": "linf", "eps": PIXEL}, "steps": 10}]
-    return audited(setting, {"10 steps": (attacks, {"gtsrb_test": setting.outliers["gtsrb_test"]}, 64)})
+    found = audited(setting, {"10 steps": (attacks, {"gtsrb_test": setting.outliers["gtsrb_test"]}, 64)})
+    few = torch.cat([setting.inliers[:8], setting.outliers["gtsrb_test"][:8]]).clamp(1e-3, 1 - 1e-3)
+    for name, detector in setting.detectors.items():
+        gradient = gradient_at(detector, few, len(few))
+        if gradient is not None:
+            probe = probed(detector, few, gradient, 0)
+            found[f"gradients of {name}"] = {
+                "wrong": int(probe.wrong.sum()),
+                "spoilt by rounding": int(probe.lost.sum()),
+            }
+            print(name, found[f"gradients of {name}"], "of", len(few), flush=True)
+    return found
 
 
 def audited(setting: Setting, audits: dict[str, tuple[list[dict[str, Any]], dict[str, Tensor], int]]) -> dict[str, Any]:
