@@ -12,6 +12,7 @@ from torch import Tensor
 from gatecrash.ball import Ball, distance
 from gatecrash.found import Trajectory
 from gatecrash.objective import name_of
+from gatecrash.portions import Evaluation, Portions
 from gatecrash.progress import Bar
 from gatecrash.protocols import Objective, State, Stepper, Walk
 from gatecrash.speed import Pace, at_pace
@@ -36,6 +37,7 @@ class Settings:
     mixed: bool
     half: bool
     look_every: int
+    portions: Portions
 
     @property
     def far(self) -> int:
@@ -273,22 +275,26 @@ def _rewind(generator: torch.Generator, drawn: dict[int, Tensor], steps: int) ->
 
 def evaluate(
     settings: Settings, x: Tensor, rows: Tensor, pace: Pace = "plain", with_gradient: bool = False
-) -> tuple[Tensor, Tensor | None]:
+) -> Evaluation:
     """The objective at x and, where asked for, its gradient; no parameter gets a `.grad`."""
     with at_pace(pace):
-        if not with_gradient:
-            with torch.no_grad():
-                return settings.objective(x, rows).detach().to(x.dtype), None
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            value = settings.objective(x, rows)
-            gradient = None
-            if value.requires_grad:
-                (gradient,) = torch.autograd.grad(value, x, torch.ones_like(value), allow_unused=True)
+        return settings.portions.evaluate(partial(_evaluated, settings.objective, with_gradient), x, rows)
+
+
+def _evaluated(objective: Objective, with_gradient: bool, x: Tensor, rows: Tensor) -> Evaluation:
+    if not with_gradient:
+        with torch.no_grad():
+            return objective(x, rows).detach().to(x.dtype), None
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        value = objective(x, rows)
+        gradient = None
+        if value.requires_grad:
+            (gradient,) = torch.autograd.grad(value, x, torch.ones_like(value), allow_unused=True)
     if gradient is None:
         raise ValueError(
-            f"{name_of(settings.objective)} has no gradient with respect to the images, so it cannot be attacked with "
-            "one; look for detach(), no_grad() or numpy between the images and its value"
+            f"{name_of(objective)} has no gradient with respect to the images, so it cannot be attacked with one; look "
+            "for detach(), no_grad() or numpy between the images and its value"
         )
     return value.detach().to(x.dtype), gradient
 

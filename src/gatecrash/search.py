@@ -13,6 +13,7 @@ from gatecrash.ball import L2, Ball, waits
 from gatecrash.found import Found, Trajectory, joined
 from gatecrash.images import check_images
 from gatecrash.play import Run, Settings, check_start_value, evaluate, run_from, still
+from gatecrash.portions import Portions
 from gatecrash.progress import Bar, progress
 from gatecrash.protocols import Objective, Stepper
 from gatecrash.stepper import choose
@@ -76,7 +77,8 @@ def search(
         generator: where random numbers come from: a generator, a seed, or None for seed 0. Global state is not touched.
         random_start: start the first run at a random point too.
         first: (B, ...), start the first run here instead, or where this projects to.
-        batch_size: search this many samples at a time; None is all at once.
+        batch_size: search this many samples at a time; None is all at once. They are evaluated in portions that fit
+            into memory, whatever it is.
         precision: "float32" evaluates the networks as they are. "mixed" evaluates most of a run in half precision and
             the rest with networks prepared for speed; what it returns is evaluated as with "float32", and a sample
             leaves at `stop` only after that. "auto" is "mixed" on CUDA for the best of 50 steps or more with gradients,
@@ -92,7 +94,10 @@ def search(
         mixed = chosen or precision == "mixed"
         half = precision == "mixed" or (chosen and change_per_pixel(ball, start) >= FINEST)
         every = LOOK_EVERY if mixed or waits(start) else 1
-        settings = Settings(objective, ball, stepper, steps, restarts, keep, record, random_start, mixed, half, every)
+        portions = Portions(start.device)
+        settings = Settings(
+            objective, ball, stepper, steps, restarts, keep, record, random_start, mixed, half, every, portions
+        )
         parts = start.split(batch_size or len(start))
         sources = generators_for(generator, start.device, len(parts))
         offset, found = 0, []
