@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d, interpolate
 
 from gatecrash import audit_plan
+from gatecrash.audit.job import job_of_plan
 from gatecrash.audit.models import load_model
-from gatecrash.audit.plan import ModelPlan
+from gatecrash.audit.plan import ModelPlan, Plan
 from gatecrash.detectors import Mahalanobis, RelativeMahalanobis, fit_all
 from gatecrash.encoder import Encoder
 from gatecrash.networks import hash_of, save_weights
@@ -258,3 +259,39 @@ def test_pickled_objects_in_a_published_file_are_not_run(tmp_path: Path) -> None
     with pytest.raises(ValueError, match="allow_pickle"):
         load_published(tmp_path, arrays)
     assert not (tmp_path / "ran").exists()
+
+
+def vit_plan(tmp_path: Path, checkpointing: bool, **model: Any) -> Plan:
+    """An audit of a tiny ViT on the embedded images."""
+    name = "vit_large_patch16_224"
+    write(made(name), tmp_path / "vit.safetensors")
+    about = {"name": f"timm:{name}", "weights": "vit.safetensors", "options": SMALL[name], "channels": 3, "size": 16}
+    return Plan.model_validate(
+        {
+            "model": {**about, "checkpointing": checkpointing, **model},
+            "data": {
+                "inliers": {"source": "fashion:test", "limit": 4},
+                "outliers": {"d": {"source": "digits", "limit": 4}},
+            },
+            "detectors": ["msp"],
+            "attacks": [{"name": "admit", "ball": {"norm": "linf", "eps": 0.1}, "steps": 2}],
+        }
+    )
+
+
+def test_a_plan_can_ask_for_checkpointing_and_the_scores_are_the_same(tmp_path: Path) -> None:
+    x = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    gradients = []
+    for checkpointing in (False, True):
+        job = job_of_plan(vit_plan(tmp_path, checkpointing), tmp_path, torch.device("cpu"))
+        assert job.encoder is not None
+        assert job.encoder.checkpointing is checkpointing
+        leaf = x.clone().requires_grad_()
+        gradients += torch.autograd.grad(job.detectors["msp"](leaf).sum(), leaf)
+    assert torch.allclose(*gradients, atol=1e-7)
+
+
+def test_a_plan_that_asks_for_checkpointing_of_a_network_without_blocks_says_so(tmp_path: Path) -> None:
+    plan = vit_plan(tmp_path, True, name="builtin:small_cnn", options={"num_classes": 3}, weights="random")
+    with pytest.raises(ValueError, match="checkpointing needs a chain of blocks"):
+        job_of_plan(plan, tmp_path, torch.device("cpu"))

@@ -68,7 +68,7 @@ def collide_sources(
         raise ValueError(f"{out} is not an empty folder; choose another --out")
     about = completed(model, base)
     network = load_model(about, base, trust=trust).to(chosen)
-    encoder = Encoder(network, about.layer, about.mean, about.std, about.resize)
+    encoder = Encoder(network, about.layer, about.mean, about.std, about.resize, checkpointing=about.checkpointing)
     starts, targets = (
         load_images(part, base, channels=about.channels, size=about.size, seed=seed).x.to(chosen)
         for part in (start, target)

@@ -85,6 +85,8 @@ class ModelPlan(Part):
     """The side that images are converted to; attacks act on images of this size."""
     resize: Side | None = None
     """The side the network wants, where that is another: resized inside, differentiably."""
+    checkpointing: bool = False
+    """For large transformers: gradients take less memory and a forward pass more."""
 
     @model_validator(mode="before")
     @classmethod
