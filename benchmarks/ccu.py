@@ -1,6 +1,6 @@
 """Certified certain uncertainty on CIFAR-10 against far outliers: docs/results/generative.md.
 
-    python benchmarks/ccu.py DATA OUT [--epochs 30] [--train]
+    python benchmarks/ccu.py DATA OUT [--epochs 30 | --seconds 100] [--train]
     python benchmarks/ccu.py DATA OUT --bundle OUT/bundle [--count 200] [--linf 8] [--l2 1]
 
 DATA holds cifar10_train.npz, cifar10_test.npz, gtsrb_test.npz and tiny.npz (x uint8 N×32×32×3, y), and
@@ -13,13 +13,16 @@ every row: clean AUROC, the one under worst_case, and the one that no attack com
 from __future__ import annotations
 
 import argparse
+import copy
 import json
+import shutil
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from pace import TRIAL, epochs_within
 from torch import Tensor, nn
 
 import gatecrash as gate
@@ -83,16 +86,47 @@ def trained(setting: Setting) -> CCU:
     encoder = gate.Encoder(model, None, **CIFAR)
     detector = CCU(encoder, components=options.components, ridge=options.ridge)
     step = CertifiedUncertainty(detector, setting.train[0], setting.exposed)
-    material = Material(*setting.train, setting.exposed, outliers_per_image=1.0, augment=Augmentation(flip=True))
-    precision = "bf16" if setting.device == "cuda" else "float32"
-    recipe = Recipe(
-        options.epochs, options.batch_size, lr=options.lr, weight_decay=5e-4, warm_up=0.1, precision=precision
-    )
-    began = time.monotonic()
-    history = fit(Prepared(encoder), step, material, recipe, folder=options.out / "training", resume=True)
-    setting.keep("training", {"seconds": time.monotonic() - began, "network": about, "epochs": history})
+    began, folder = time.monotonic(), options.out / "training"
+    step.begin_epoch(0, 1)  # the mixtures begin with what EM finds; once they are there, it does nothing
+    setting.keep("mixtures", {"seconds": time.monotonic() - began, "stretch": float(detector.stretch)})
+    epochs, used = options.epochs, len(setting.train[0])
+    if options.seconds is not None:
+        epochs, used = epochs_in(setting, copy.deepcopy(model), step, options.seconds - (time.monotonic() - began))
+        shutil.rmtree(folder, ignore_errors=True)  # a run with other epochs could not go on from there
+    print(f"training on {used} images for {epochs} epochs", flush=True)
+    material, recipe = material_of(setting, used), recipe_of(setting, epochs)
+    history = fit(Prepared(encoder), step, material, recipe, folder=folder, resume=True)
+    row = {"seconds": time.monotonic() - began, "images": used, "network": about, "epochs": history}
+    setting.keep("training", row)
     save(model, about, step.trained, options.out / "bundle")
     return step.trained
+
+
+def material_of(setting: Setting, used: int) -> Material:
+    """The first images, beside the outliers."""
+    x, y = (tensor[:used] for tensor in setting.train)
+    return Material(x, y, setting.exposed, outliers_per_image=1.0, augment=Augmentation(flip=True))
+
+
+def recipe_of(setting: Setting, epochs: int) -> Recipe:
+    """How the network is trained."""
+    options, precision = setting.options, "bf16" if setting.device == "cuda" else "float32"
+    return Recipe(epochs, options.batch_size, lr=options.lr, weight_decay=5e-4, warm_up=0.1, precision=precision)
+
+
+def epochs_in(setting: Setting, model: nn.Module, step: CertifiedUncertainty, seconds: float) -> tuple[int, int]:
+    """How many epochs of how many images the seconds are enough for, by a copy of the network and of the mixtures."""
+    encoder, size = gate.Encoder(model, None, **CIFAR), setting.options.batch_size
+    trial = CertifiedUncertainty(step.trained, setting.train[0], setting.exposed)
+    trial.restore(step.state())
+    few = material_of(setting, TRIAL * size)
+    return epochs_within(
+        seconds,
+        lambda epochs: fit(Prepared(encoder), trial, few, recipe_of(setting, epochs)),
+        -(-len(few.x) // size),
+        len(setting.train[0]),
+        size,
+    )
 
 
 def save(model: nn.Module, about: dict[str, Any], detector: CCU, folder: Path) -> None:
@@ -178,6 +212,7 @@ def main() -> None:
     parser.add_argument("--components", type=int, default=100)
     parser.add_argument("--ridge", type=float, default=1e-4)
     parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--seconds", type=float, help="of training, mixtures included, instead of epochs")
     parser.add_argument("--batch-size", type=int, default=256)
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--count", type=int, default=200)

@@ -1,6 +1,6 @@
 """VAE, MAF and mixtures of Gaussians on a classifier's features: numbers of docs/results/generative.md.
 
-    python benchmarks/feature_densities.py DATA OUT [--seeds 5] [--epochs 100] [--bundle OUT]
+    python benchmarks/feature_densities.py DATA OUT [--seeds 5] [--epochs 100 | --seconds 10] [--bundle OUT]
 
 DATA holds cifar10_train.npz, cifar10_test.npz, gtsrb_test.npz, tiny.npz (x uint8 N×32×32×3, y) and fashion.npz
 (N×28×28), and densenet_bc.safetensors. The features are those of `avgpool`, computed once. OUT gets
@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from pace import TRIAL, epochs_within
 from torch import Tensor
 
 import gatecrash as gate
@@ -67,6 +68,31 @@ class Features:
         return torch.cat([self.encoder(part.to(device)) for part in x.split(1000)])
 
 
+def trainer(name: str, seed: int, epochs: int, features: Features, options: argparse.Namespace) -> Learned:
+    """A VAE or MAF that learns for so many epochs."""
+    kind: type[Learned] = FeatureMAF if name == "MAF" else FeatureVAE
+    rate = options.maf_lr if name == "MAF" else options.vae_lr
+    training = {"epochs": epochs, "batch_size": options.batch, "lr": rate, "seed": seed}
+    return kind(features.encoder, training=training)
+
+
+def epochs_of(name: str, features: Features, options: argparse.Namespace) -> int:
+    """How many epochs a VAE or MAF is trained for: as said, or what the seconds are enough for, with any seed."""
+    if options.seconds is None:
+        return int(options.epochs)
+    kind = "MAF" if name == "MAF" else "VAE"
+    if kind not in options.known:
+        few = features.train[: TRIAL * options.batch]
+        options.known[kind], _ = epochs_within(
+            options.seconds,
+            lambda epochs: trainer(name, 0, epochs, features, options).fit_latents(few, None),
+            -(-len(few) // options.batch),
+            len(features.train),
+            options.batch,
+        )
+    return int(options.known[kind])
+
+
 def made(name: str, seed: int, features: Features, options: argparse.Namespace) -> Detector:
     """A detector with a seed; from its bundle, where there is one."""
     if name.startswith("GMM"):
@@ -76,9 +102,7 @@ def made(name: str, seed: int, features: Features, options: argparse.Namespace) 
     folder = None if options.bundle is None else options.bundle / f"{kind.density_name}-{seed}"
     if folder is not None and (folder / "model.json").is_file():
         return kind(features.encoder, bundle=str(folder))
-    rate = options.maf_lr if name == "MAF" else options.vae_lr
-    training = {"epochs": options.epochs, "batch_size": options.batch, "lr": rate, "seed": seed}
-    return kind(features.encoder, training=training)
+    return trainer(name, seed, epochs_of(name, features, options), features, options)
 
 
 def fitted(name: str, seed: int, features: Features, options: argparse.Namespace) -> Detector:
@@ -141,6 +165,7 @@ def main() -> None:
     parser.add_argument("--detectors", default="|".join(NAMES), help="separated by |")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=100)
+    parser.add_argument("--seconds", type=float, help="of training for each VAE and MAF, instead of epochs")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--vae-lr", type=float, default=1e-3)
     parser.add_argument("--maf-lr", type=float, default=1e-3)
@@ -150,6 +175,8 @@ def main() -> None:
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     options.out.mkdir(parents=True, exist_ok=True)
+    options.known = {}
+    began = time.monotonic()
     features = Features(options, device)
     results: dict[str, Any] = {
         "options": json.loads(json.dumps(vars(options), default=str)),
@@ -157,6 +184,7 @@ def main() -> None:
         "accuracy": float(features.right.float().mean()),
         "rows": [],
     }
+    print(f"features in {time.monotonic() - began:.0f} s, accuracy {results['accuracy']:.4f}", flush=True)
     for seed in range(options.seeds):
         plain: Detector | None = None
         for name in options.detectors.split("|"):
@@ -174,7 +202,7 @@ def main() -> None:
             results["means"] = means(results["rows"])
             (options.out / "feature_densities.json").write_text(json.dumps(results, indent=1) + "\n")
     for row in results["means"]:
-        print(json.dumps(row))
+        print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

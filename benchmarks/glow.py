@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from pace import TRIAL, epochs_within, wait
 from torch import Tensor
 
 import gatecrash as gate
@@ -113,27 +114,6 @@ def compiled(glow: Glow) -> None:
             part.inverse = torch.compile(part.inverse, dynamic=False)  # type: ignore[method-assign]
 
 
-def epochs_in(setting: Setting, glow: Glow) -> int:
-    """How many epochs the seconds are enough for, by the time of a few batches after the first ones."""
-    options, device = setting.options, setting.device
-    began = time.monotonic()
-    few = setting.train[: 5 * options.batch_size]
-    train_density(glow, few, recipe_of(options, device, 1), augment=flip)
-    wait(device)
-    start = time.monotonic()
-    train_density(glow, few, recipe_of(options, device, 3), augment=flip)
-    wait(device)
-    epoch = (time.monotonic() - start) / 3 * len(setting.train) / len(few)
-    left = options.seconds - (time.monotonic() - began)
-    return max(1, int(left / epoch))
-
-
-def wait(device: str) -> None:
-    """Let the device finish."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
 def trained(setting: Setting) -> Glow:
     """The density, from a bundle or trained now."""
     options, device = setting.options, setting.device
@@ -142,20 +122,29 @@ def trained(setting: Setting) -> Glow:
         if not isinstance(density, Glow):
             raise ValueError(f"{options.bundle} holds a {density.name}, not a glow")
         return density.to(device)
-    glow, epochs = fresh(options, device), options.epochs
+    glow, epochs, used = fresh(options, device), options.epochs, len(setting.train)
     if options.compile:
         compiled(glow)
     if options.seconds is not None:
-        epochs = epochs_in(setting, glow)
+        few = setting.train[: TRIAL * options.batch_size]
+        epochs, used = epochs_within(
+            options.seconds,
+            lambda epochs: train_density(glow, few, recipe_of(options, device, epochs), augment=flip),
+            -(-len(few) // options.batch_size),
+            used,
+            options.batch_size,
+        )
         glow.load_state_dict(fresh(options, device).state_dict())
+    print(f"training on {used} images for {epochs} epochs", flush=True)
     began = time.monotonic()
-    history = train_density(glow, setting.train, recipe_of(options, device, epochs), augment=flip)
-    wait(device)
+    history = train_density(glow, setting.train[:used], recipe_of(options, device, epochs), augment=flip)
+    wait()
     seconds = time.monotonic() - began
     save_density(glow, options.out / "bundle", history)
     losses = [row["loss"] for row in history]
     size = sum(parameter.numel() for parameter in glow.parameters())
-    setting.keep("training", {"epochs": epochs, "seconds": seconds, "parameters": size, "losses": losses})
+    row = {"epochs": epochs, "images": used, "seconds": seconds, "parameters": size, "losses": losses}
+    setting.keep("training", row)
     return load_density(options.out / "bundle").to(device)  # type: ignore[return-value]
 
 
@@ -200,7 +189,7 @@ def matched(setting: Setting, name: str, detector: Detector) -> None:
     for label, start in (("a spiral each", many), ("one spiral", many[:1].expand(len(inliers), -1, -1, -1).clone())):
         began = time.monotonic()
         found = gate.score_to(detector, start, goals, gate.L2(options.eps), steps=options.attack_steps)
-        wait(setting.device)
+        wait()
         seconds = time.monotonic() - began
         before, after = detector.scores(start), detector.scores(found.x)
         files = detector.scores((255 * found.x).round() / 255)
@@ -310,7 +299,7 @@ def main() -> None:
         clean(setting, kind.name, detector)
         matched(setting, kind.name, detector)
         across(setting, kind.name, detector)
-    print(f"{time.monotonic() - began:.0f} s on {setting.device}")
+    print(f"{time.monotonic() - began:.0f} s on {setting.device}", flush=True)
 
 
 if __name__ == "__main__":

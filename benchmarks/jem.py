@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from pace import MARGIN, within
 from torch import Tensor, nn
 
 import gatecrash as gate
@@ -78,17 +80,24 @@ def trained(setting: Setting) -> gate.Encoder:
         model = WideResNet(**about).to(setting.device, memory_format=torch.channels_last)
     encoder = gate.Encoder(model, None, HALF, HALF)
     step = JointEnergy(encoder, steps=options.langevin, buffer=options.buffer)
-    material = Material(*setting.train, augment=lambda x, random: flip(crop(x, 4, random, mode="reflect"), random))
-    count = -(-len(setting.train[0]) // options.batch_size)
-    epochs = options.epochs
+    epochs, used, folder = options.epochs, len(setting.train[0]), options.out / "training"
+    began = time.monotonic()
     if options.seconds is not None:
-        epochs = max(1, int(options.seconds / (count * pace(encoder, setting))))
+        each = pace(encoder, setting)
+        left = options.seconds - (time.monotonic() - began)
+        epochs, used = within(max(0.0, left / each), used, options.batch_size)
+        shutil.rmtree(folder, ignore_errors=True)  # a run with other epochs could not go on from there
+    print(f"training on {used} images for {epochs} epochs", flush=True)
+    material = Material(
+        *(tensor[:used] for tensor in setting.train),
+        augment=lambda x, random: flip(crop(x, 4, random, mode="reflect"), random),
+    )
+    count = -(-used // options.batch_size)
     recipe = Recipe(
         epochs, options.batch_size, "adamw", options.lr, weight_decay=0.0, warm_up=min(0.3, 1000 / (count * epochs)),
         clip=options.clip, precision="bf16" if setting.device == "cuda" else "float32",
     )  # fmt: skip
-    began = time.monotonic()
-    network, folder = Prepared(encoder), options.out / "training"
+    network = Prepared(encoder)
     try:
         fit(network, step, material, recipe, folder=folder, resume=True)
     except ValueError as error:
@@ -100,7 +109,8 @@ def trained(setting: Setting) -> gate.Encoder:
         network.eval()
     written = read_checkpoint(folder)
     history = [] if written is None else written[1]["history"]
-    setting.keep("training", {"seconds": time.monotonic() - began, "network": about, "epochs": history})
+    row = {"seconds": time.monotonic() - began, "images": used, "network": about, "epochs": history}
+    setting.keep("training", row)
     save(model, about, options.out / "bundle")
     return encoder
 
@@ -119,7 +129,8 @@ def pace(encoder: gate.Encoder, setting: Setting) -> float:
         if setting.device == "cuda":
             torch.cuda.synchronize()
         times.append(time.monotonic() - began)
-    return min(times) * 1.05
+    print(f"{min(times):.3f} s per batch of {size}", flush=True)
+    return min(times) * MARGIN
 
 
 def save(model: nn.Module, about: dict[str, Any], folder: Path) -> None:

@@ -13,7 +13,6 @@ goes on in the next one, if that has the same options (and `--epochs` rather tha
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import time
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from pace import TRIAL, epochs_within, wait
 from torch import Tensor
 
 import gatecrash as gate
@@ -76,26 +76,8 @@ def recipe_of(options: argparse.Namespace, epochs: int) -> Recipe:
     )
 
 
-def epochs_within(seconds: float, density: PixelCNN, x: Tensor, options: argparse.Namespace) -> int:
-    """As many epochs as fit into some time, by that of a few steps of a copy; at least one."""
-    trial = copy.deepcopy(density)
-    if options.compile:
-        trial.network.compile()
-    recipe = recipe_of(options, 1)
-    for steps in (8, 24):  # the first are slow: kernels are chosen, the network is compiled
-        began = time.monotonic()
-        train_density(trial, x[: steps * options.batch], recipe)
-        if x.is_cuda:
-            torch.cuda.synchronize()
-        spent = time.monotonic() - began
-    each = spent / max(1, min(steps, len(x) // options.batch))
-    epochs = int(seconds / (each * max(1, len(x) // options.batch)))
-    print(f"{each:.3f} s per step of {options.batch}: {epochs} epochs in {seconds:.0f} s", flush=True)
-    return max(1, epochs)
-
-
-def trained(options: argparse.Namespace, device: str) -> Path:
-    """Train, and write the bundle."""
+def trained(options: argparse.Namespace, device: str) -> tuple[Path, dict[str, Any]]:
+    """Train, and write the bundle; what the training came to."""
     x = read(options.data / "cifar10_train.npz", options.fit, device)[0]
     x = x[: max(1, len(x) // options.batch) * options.batch]  # batches of one size
     sizes = {name: getattr(options, name) for name in ("blocks", "filters", "mixtures", "dropout", "levels")}
@@ -104,18 +86,28 @@ def trained(options: argparse.Namespace, device: str) -> Path:
             x.shape[1:], preset=options.preset, **{name: size for name, size in sizes.items() if size is not None}
         )
     density = density.to(device, memory_format=torch.channels_last)
-    began = time.monotonic()
-    epochs = options.epochs if options.seconds is None else epochs_within(options.seconds, density, x, options)
+    began, epochs = time.monotonic(), options.epochs
     if options.compile:
         density.network.compile()
-    recipe = recipe_of(options, epochs)
-    history = train_density(density, x, recipe, folder=options.checkpoints)
+    if options.seconds is not None:
+        fresh = {name: tensor.clone() for name, tensor in density.state_dict().items()}
+        few = x[: TRIAL * options.batch]
+        epochs, used = epochs_within(
+            options.seconds,
+            lambda epochs: train_density(density, few, recipe_of(options, epochs)),
+            -(-len(few) // options.batch),
+            len(x),
+            options.batch,
+        )
+        x = x[:used]
+        density.load_state_dict(fresh)  # into the network that is compiled already
+    print(f"training on {len(x)} images for {epochs} epochs", flush=True)
+    history = train_density(density, x, recipe_of(options, epochs), folder=options.checkpoints)
     folder = options.out / "pixelcnn"
     save_density(density, folder, history)
-    for row in history:
-        print(row)
-    print(f"trained on {len(x)} images for {epochs} epochs in {time.monotonic() - began:.0f} s", flush=True)
-    return folder
+    wait()
+    losses = [row["loss"] for row in history]
+    return folder, {"count": len(x), "epochs": epochs, "losses": losses, "seconds": time.monotonic() - began}
 
 
 def preferences(detector: Detector, inside: Tensor, sets: dict[str, Tensor], rows: Rows, batch: int) -> None:
@@ -202,15 +194,18 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     options.out.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    folder = options.bundle or trained(options, device)
+    rows = Rows(options.out / "pixelcnn.json", {"options": json.loads(json.dumps(vars(options), default=str))})
+    folder = options.bundle
+    if folder is None:
+        folder, facts = trained(options, device)
+        rows.add(set="training", **facts)
     if options.train:
         return
     x, y = read(options.data / "cifar10_test.npz", options.test, device)
     network = load_weights(DenseNetBC(), options.data / "densenet_bc.safetensors").to(device)
     detector = PixelCNNLikelihood(network, bundle=str(folder)).to(device)
     manifest = json.loads((folder / "manifest.json").read_text())
-    about = {"options": vars(options), "model": detector.trained.options, "epochs": manifest["epochs"]}
-    rows = Rows(options.out / "pixelcnn.json", json.loads(json.dumps(about, default=str)))
+    rows.content |= {"model": detector.trained.options, "epochs": manifest["epochs"]}
     inside = detector.scores(x, options.score_batch)
     rows.add(set="CIFAR-10 test", count=len(x), bits_mean=float(inside.mean()), bits_median=float(inside.median()))
     sets = {name: read(options.data / f"{file}.npz", options.outliers, device)[0] for name, file in OUTLIERS.items()}

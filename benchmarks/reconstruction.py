@@ -5,7 +5,8 @@
 
 DATA holds cifar10_train.npz, cifar10_test.npz and gtsrb_test.npz (x uint8 N×32×32×3, y) and densenet_bc.safetensors;
 `embedded` takes the package's own images and network instead. OUT gets reconstruction.json, written after every row,
-and the trained autoencoder and decoder as bundles, which `--bundle OUT` takes in a later call. `--train` only trains.
+and the trained autoencoder and decoder as bundles, which `--bundle OUT` takes in a later call, whatever that call's
+options say of training. `--train` only trains; `--seconds` gives each training a time instead of a number of epochs.
 
 Attacks on an outlier, all scored by the detector:
 
@@ -28,6 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from pace import TRIAL, epochs_within
 from torch import Tensor
 
 import gatecrash as gate
@@ -89,27 +91,38 @@ def read(path: Path, rows: slice, device: str) -> tuple[Tensor, Tensor]:
     return x.contiguous().to(device), torch.from_numpy(content["y"][rows]).long().to(device)
 
 
-def trained(setting: Setting, part: str) -> tuple[str, dict[str, Any]]:
-    """The folder with the density of a part, trained now unless there is a bundle, and what training came to."""
-    options = setting.options
-    for folder in (options.bundle, options.out):
-        if folder is not None and (folder / part / "model.json").is_file():
-            return str(folder / part), {}
-    began = time.monotonic()
+def learner(setting: Setting, part: str, epochs: int) -> Reconstruction | CollisionResidual:
+    """The detector whose fit trains the density of a part."""
+    options, training = setting.options, setting.recipe(epochs)
     if part == "autoencoder":
         model = {"width": options.width, "latent": options.latent}
-        detector: Reconstruction | CollisionResidual = Reconstruction(
-            setting.features, model=model, training=setting.recipe(options.epochs)
+        return Reconstruction(setting.features, model=model, training=training)
+    return CollisionResidual(setting.features, model={"width": options.width}, training=training)
+
+
+def trained(setting: Setting, part: str) -> tuple[str, dict[str, Any]]:
+    """The folder with the density of a part, trained now unless `--bundle` has it, and what training came to."""
+    options = setting.options
+    if options.bundle is not None and (options.bundle / part / "model.json").is_file():
+        return str(options.bundle / part), {"taken": str(options.bundle / part)}
+    began, used = time.monotonic(), len(setting.train[0])
+    epochs = options.epochs if part == "autoencoder" else options.decoder_epochs
+    if options.seconds is not None:
+        few = tuple(tensor[: TRIAL * options.batch_size] for tensor in setting.train)
+        epochs, used = epochs_within(
+            options.seconds,
+            lambda epochs: learner(setting, part, epochs).fit(few),
+            -(-len(few[0]) // options.batch_size),
+            used,
+            options.batch_size,
         )
-    else:
-        detector = CollisionResidual(
-            setting.features, model={"width": options.width}, training=setting.recipe(options.decoder_epochs)
-        )
-    detector.fit(setting.train)
+    print(f"{part}: training on {used} images for {epochs} epochs", flush=True)
+    detector = learner(setting, part, epochs).fit(tuple(tensor[:used] for tensor in setting.train))
     detector.save_bundle(options.out / part)
     pixels = setting.train[0][0].numel()
     errors = [2 * np.log(2) * pixels * row["loss"] for row in detector.history]
-    about = {"trained": part, "seconds": time.monotonic() - began, "squared error per image": errors}
+    about = {"trained": part, "images": used, "epochs": epochs, "seconds": time.monotonic() - began}
+    about |= {"squared error per image": errors}
     print(json.dumps(about), flush=True)
     return str(options.out / part), about
 
@@ -170,8 +183,8 @@ def measured(setting: Setting, name: str, detector: Detector, outliers: str) -> 
     inside, clean = (detector.scores(x, options.attack_batch) for x in (setting.inliers, start))
     collision, points = collided(setting, detector, outliers), attacked(setting, detector, outliers)
     scores = {how: detector.scores(x, options.attack_batch) for how, x in points.items()}
-    scores["informed"] = torch.stack(list(scores.values())).amin(dim=0)
     scores["collision"] = detector.scores(collision.x, options.attack_batch)
+    scores["informed"] = torch.stack(list(scores.values())).amin(dim=0)
     apart = ball.distance(start, setting.inliers)
     row: dict[str, Any] = {"detector": name, "outliers": outliers, "ball": str(ball), "clean": auroc(inside, clean)}
     row |= {how: auroc(inside, score) for how, score in scores.items()}
@@ -223,6 +236,7 @@ def main() -> None:
     parser.add_argument("--held-out", type=int, default=1000)
     parser.add_argument("--epochs", type=int, default=60)
     parser.add_argument("--decoder-epochs", type=int, default=40)
+    parser.add_argument("--seconds", type=float, help="of training for each density, instead of epochs")
     parser.add_argument("--batch-size", type=int, default=256)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--float32", action="store_true")

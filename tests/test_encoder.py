@@ -841,3 +841,32 @@ def test_images_on_another_device_are_refused() -> None:
     message = "the images are on cpu, the network on meta; move one: x.to('meta')"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         encoder(images(1, 3, 2, 2))
+
+
+class WritesNowAndThen(nn.Module):
+    """Writes into its input from the second pass on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        return (x.mul_(2) if self.passes > 1 else x).flatten(1)
+
+
+def test_a_network_that_writes_into_its_input_gets_a_copy_every_time() -> None:
+    encoder = Encoder(nn.Sequential(nn.ReLU(inplace=True), nn.Flatten()))
+    x = torch.rand(2, 1, 2, 2) - 0.5
+    before = x.clone()
+    for _ in range(3):
+        encoder(x)
+        assert torch.equal(x, before)
+
+
+def test_a_network_that_begins_to_write_into_its_input_is_caught() -> None:
+    encoder = Encoder(WritesNowAndThen())
+    x = torch.rand(2, 1, 2, 2)
+    encoder(x)
+    with pytest.raises(ValueError, match="writes into its input in some passes"):
+        encoder(x)

@@ -42,7 +42,7 @@ def images(count: int = 8, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def as_on_a_device(patch: pytest.MonkeyPatch, look_every: int) -> None:
     """Search as where a look makes the host wait."""
-    for name in ("ball", "search", "stepper"):
+    for name in ("ball", "search", "kept", "stepper"):
         patch.setattr(sys.modules[f"gatecrash.{name}"], "waits", lambda tensor: True)
     patch.setattr(sys.modules["gatecrash.search"], "LOOK_EVERY", look_every)
 

@@ -90,6 +90,8 @@ class Encoder(nn.Module):
             raise ValueError(f"std must be positive in every channel, got {tuple(std)}")
         self._taps = self._find(self.layers)
         self._names = tuple(dict.fromkeys(self.layers or (None,)))
+        self._spares_inputs = False
+        """Whether the network was seen to leave what it reads alone, so that it may read the caller's images."""
 
     @property
     def layers(self) -> tuple[str | None, ...]:
@@ -129,8 +131,16 @@ class Encoder(nn.Module):
 
     def _outputs(self, inputs: Tensor) -> tuple[Tensor, ...]:
         """The outputs of the tapped layers, each once, as the network itself gives them."""
+        version = version_of(inputs)
         with evaluating(self.model), recording(self._taps) as outputs:
             output = self._run(inputs)
+        wrote = version_of(inputs) != version
+        if wrote and self._spares_inputs:
+            raise ValueError(
+                f"{type(self.model).__name__} writes into its input in some passes and not in others, so that images "
+                "were changed; let it compute x = x - m instead of x -= m"
+            )
+        self._spares_inputs = not wrote and version is not None
         own = type(self.model).__name__
         return tuple(
             [first_tensor(output, own) if name is None else self._output_of(name, outputs) for name in self._names]
@@ -147,7 +157,7 @@ class Encoder(nn.Module):
         return z if name is None else pooled(z, self.pool)
 
     def _inputs(self, images: Tensor) -> Tensor:
-        parameter = next((p for p in self.model.parameters() if p.is_floating_point()), None)
+        parameter = first_floating(self.model)
         device = self.device if parameter is None else parameter.device
         if device is not None and device != images.device:
             where = f"the images are on {images.device}, the network on {device}"
@@ -159,7 +169,7 @@ class Encoder(nn.Module):
             x = x / per_channel(self.std, x, "std")
         x = x if parameter is None else x.to(parameter.dtype)
         # A network may write into its input (x -= 0.5), and the images are the caller's.
-        return x.clone() if x is images else x
+        return x.clone() if x is images and (x.is_inference() or not self._spares_inputs) else x
 
     def _run(self, inputs: Tensor) -> Any:
         try:
@@ -184,6 +194,20 @@ class Encoder(nn.Module):
         if name not in outputs:
             raise ValueError(f"layer {name!r} of {type(self.model).__name__} did not run in the forward pass")
         return outputs[name]
+
+
+def first_floating(model: nn.Module) -> Tensor | None:
+    """The first parameter in floating point, by the shortest way: `parameters()` takes as long as a small layer."""
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter.is_floating_point():
+                return parameter
+    return None
+
+
+def version_of(x: Tensor) -> int | None:
+    """How often a tensor was written to; None where torch does not count."""
+    return None if x.is_inference() else x._version
 
 
 def as_encoder(network: nn.Module) -> Encoder:

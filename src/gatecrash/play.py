@@ -11,12 +11,12 @@ from torch import Tensor
 
 from gatecrash.ball import Ball, distance
 from gatecrash.found import Trajectory
+from gatecrash.kept import Kept
 from gatecrash.objective import name_of
 from gatecrash.portions import Evaluation, Portions
 from gatecrash.progress import Bar
 from gatecrash.protocols import Objective, State, Stepper, Walk
 from gatecrash.speed import Pace, at_pace
-from gatecrash.stepper import choose
 
 FAR = 0.7
 """The share of a mixed run, at its beginning, that is evaluated in half precision."""
@@ -70,13 +70,18 @@ class Play:
     rows: Tensor
     centre: Tensor
     limit: Tensor | None
-    x: Tensor
+    kept: Kept
     value: Tensor
     steps: Tensor
     evaluations: Tensor
     going: Tensor | None = None
     """(B,), False for those that reached their stop and change no more; None where nobody is held: without a stop, and
     in mixed precision, where it takes a plain evaluation to be done."""
+
+    @property
+    def x(self) -> Tensor:
+        """The points that they would return."""
+        return self.kept.x
 
     @property
     def count(self) -> Tensor | int:
@@ -86,12 +91,13 @@ class Play:
     def take(self, x: Tensor, value: Tensor, keep: str) -> None:
         """Keep a point where it is better than the one before, or with "last" always."""
         if keep == "last" and self.going is None:
-            self.x, self.value = x, value
+            self.kept.take_all(x)
+            self.value = value
             return
         taken = value < self.value if keep == "best" else torch.ones_like(value, dtype=torch.bool)
         if self.going is not None:
             taken = taken & self.going
-        self.x = choose(taken, x, self.x)
+        self.kept.take(taken, x)
         self.value = torch.where(taken, value, self.value)
 
     def freeze(self) -> None:
@@ -106,7 +112,7 @@ class Play:
             rows=self.rows[going],
             centre=self.centre[going],
             limit=None if self.limit is None else self.limit[going],
-            x=self.x[going],
+            kept=Kept(self.x[going]),
             value=self.value[going],
             steps=self.steps[going],
             evaluations=self.evaluations[going],
@@ -226,7 +232,7 @@ def _begin(
         rows=rows[at],
         centre=start[at],
         limit=None if limit is None else limit[at],
-        x=held.x[at],
+        kept=Kept(held.x[at]),
         value=(unknown if settings.mixed else value)[at],  # a pace's values are compared with its own only
         steps=torch.zeros_like(rows[at]),
         evaluations=torch.zeros_like(rows[at]),
@@ -290,7 +296,7 @@ def _evaluated(objective: Objective, with_gradient: bool, x: Tensor, rows: Tenso
         value = objective(x, rows)
         gradient = None
         if value.requires_grad:
-            (gradient,) = torch.autograd.grad(value, x, torch.ones_like(value), allow_unused=True)
+            (gradient,) = torch.autograd.grad(value.sum(), x, allow_unused=True)
     if gradient is None:
         raise ValueError(
             f"{name_of(objective)} has no gradient with respect to the images, so it cannot be attacked with one; look "

@@ -15,6 +15,7 @@ from gatecrash.audit.checks import CHECKS, Evidence, verdicts
 from gatecrash.audit.checks.effort import compared
 from gatecrash.audit.checks.evidence import Standing
 from gatecrash.audit.checks.run import evidence_of
+from gatecrash.audit.checks.tables import collided
 from gatecrash.ball import Linf
 from gatecrash.detectors import Energy, Expected
 from gatecrash.encoder import Encoder
@@ -144,3 +145,11 @@ def test_the_checks_of_an_average_over_draws_do_not_take_its_noise_for_a_fault()
     assert not [check for check in checks.values() if check["status"] == "fail"]
     assert "its deployed score is 1.000" in checks["score_is_attacked"]["sentence"]
     assert checks["precision_drift"]["status"] == "warn"
+
+
+def test_the_largest_mape_of_all_detectors_is_told() -> None:
+    base = {"attack": "collide detector", "outliers": "noise", "eps": 10.0, "target_distance_median": 21.0}
+    base |= {"clean_auroc": 0.9}
+    rows = [base | {"detector": name, "mape_median": mape} for name, mape in (("near", 0.001), ("far", 0.2))]
+    assert "the median MAPE, the largest, of far, is 0.2" in collided(rows).words
+    assert "the median MAPE is 0.001" in collided(rows[:1]).words

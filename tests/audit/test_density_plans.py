@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gatecrash.audit import audit_plan
+from gatecrash.audit import audit_plan, example_plan
 from gatecrash.audit.plan import read_plan
 from gatecrash.bundle import Bundle
 from gatecrash.data import load_source
@@ -54,6 +54,35 @@ def test_a_bundle_beside_the_plan_is_audited_without_images_to_fit(
     rows = Bundle(tmp_path / "out").results()["rows"]
     assert [row["detector"] for row in rows] == ["glow", "glow"]
     assert rows[1]["auroc"] <= rows[0]["auroc"]
+
+
+def test_the_example_has_the_detectors_that_model_the_data_at_the_side_of_the_images() -> None:
+    plan = example_plan("generative")
+    names = {"glow", "complexity", "pixelcnn", "vae", "maf", "autoencoder", "collision_residual"}
+    assert {detector.name for detector in plan.detectors} == names
+    assert (plan.model.size, plan.model.resize) == (28, 56)  # no detector of pixels sees images blown up
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": "small"}, "model must be a mapping of preset, .*, got 'small'"),
+        ({"model": {"steps": "many"}}, "steps must be a whole number of at least 1, got 'many'"),
+        ({"model": {"foo": 1}}, "model: unknown option 'foo'; known: preset, levels"),
+        ({"training": {"foo": 1}}, "training: unknown option 'foo'; known: epochs"),
+        ({"training": [1]}, r"training must be a mapping of epochs, .*, got \[1\]"),
+        ({"training": {"lr": 1000000, "clip": None, "epochs": 1}}, "the training of glow diverged.*A smaller lr"),
+    ],
+)
+def test_mistakes_in_what_a_detector_is_trained_with_are_one_line(
+    tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    path = written(tmp_path, {"name": "glow", **options})
+    data = PLAN["data"] | {"fit": {"source": "fashion:train", "limit": 64}}
+    path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | {"data": data}))
+    with pytest.raises(ValueError, match=message) as error:
+        audit_plan(path, out=tmp_path / "out")
+    assert "\n" not in str(error.value)
 
 
 def test_options_that_do_not_exist_are_named_with_those_that_do(tmp_path: Path) -> None:

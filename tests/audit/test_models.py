@@ -15,7 +15,7 @@ from gatecrash.audit.models import completed, load_model
 from gatecrash.audit.plan import ModelPlan, parse_plan, plan_text, read_plan
 from gatecrash.networks import hash_of, save_weights
 from gatecrash.networks.clip import load_clip
-from small_clip import MEAN, SIZE, STD, write_clip
+from small_clip import MEAN, STD, write_clip
 
 
 def test_torchvision_timm_and_our_own_by_name(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_a_clip_brings_its_weights_and_its_preprocessing(tmp_path: Path) -> None
     plan = ModelPlan(name="clip:small")
     assert hash_of(load_model(plan, tmp_path)) == hash_of(load_clip(tmp_path / "small"))
     filled = completed(plan, tmp_path)
-    assert (filled.mean, filled.std, filled.resize, filled.channels) == (list(MEAN), list(STD), SIZE, 3)
+    assert (filled.mean, filled.std, filled.resize, filled.channels) == (list(MEAN), list(STD), None, 3)
     said = completed(ModelPlan(name="clip:small", mean=[0.5, 0.5, 0.5], resize=8), tmp_path)
     assert (said.mean, said.std, said.resize) == ([0.5, 0.5, 0.5], list(STD), 8)
 

@@ -15,7 +15,7 @@ from gatecrash.fitting import seeded
 from gatecrash.networks import NETWORKS, PRETRAINED, save_weights
 from gatecrash.training import train_classifier
 
-EXAMPLES = ("demo", "imagenet", "timm_vit", "clip")
+EXAMPLES = ("demo", "generative", "imagenet", "timm_vit", "clip")
 
 
 def example_text(name: str) -> str:

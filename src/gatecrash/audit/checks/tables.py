@@ -89,8 +89,11 @@ def collided(rows: Sequence[Row]) -> Finding:
     words = f"{first['attack']} from {first['outliers']}: the targets are {ratio:.3g} eps away"
     if ratio <= 1:
         return Finding("fail", f"{words}, so the ball holds them")
-    if "mape_median" in first:
-        words += f", the median MAPE is {first['mape_median']:.2g}"
+    apart = {row["detector"]: row["mape_median"] for row in rows if "mape_median" in row}
+    if apart:
+        furthest = max(apart, key=apart.__getitem__)
+        where = f", the largest, of {furthest}," if len(set(apart.values())) > 1 else ""
+        words += f", the median MAPE{where} is {apart[furthest]:.2g}"
     if weak:
         before = ", ".join(f"{title} {area:.3f}" for title, area in weak.items())
         words += f", but the clean AUROC was under {SEPARATED:g} for {before}, so 0.5 says little there"
