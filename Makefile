@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: env demo test lint types pytest
+.PHONY: env demo test lint types pytest bench
 
 env: .venv/ready
 
@@ -28,3 +28,14 @@ types: env
 
 pytest: env
 	$(BIN)/python -m pytest --cov --cov-report=term
+
+# What is timed, beside its peers, which are kept out of the environment; DATA=FOLDER adds what needs images and a GPU.
+PEERS := torchattacks foolbox eagerpy GitPython gitdb smmap requests urllib3 idna charset-normalizer certifi pytorch-ood \
+	pandas python-dateutil tqdm
+
+bench: env .bench/ready
+	PYTHONPATH=.bench OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench.py runs/bench $(if $(DATA),--data $(DATA)) $(BENCH)
+
+.bench/ready:
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .bench $(PEERS)
+	touch $@
