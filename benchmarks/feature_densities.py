@@ -200,6 +200,7 @@ def main() -> None:
             print(json.dumps(row), flush=True)
             results["rows"].append(row)
             results["means"] = means(results["rows"])
+            results["epochs"] = options.known or options.epochs
             (options.out / "feature_densities.json").write_text(json.dumps(results, indent=1) + "\n")
     for row in results["means"]:
         print(json.dumps(row), flush=True)

@@ -133,6 +133,9 @@ def mistakes(scores: Tensor, x: Tensor, y: Tensor, options: argparse.Namespace, 
     with torch.no_grad():
         predicted = torch.cat([encoder(part).argmax(dim=1) for part in x.split(options.score_batch)])
     right = predicted == y
+    if bool(right.all()):
+        rows.add(set="mistakes", count=0, accuracy=1.0)
+        return
     test = mann_whitney(scores[right], scores[~right])
     rows.add(
         set="mistakes",

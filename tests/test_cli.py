@@ -101,7 +101,10 @@ def test_an_example_plan_can_be_printed_and_started_from(gatecrash) -> None:
     code, out, _ = gatecrash("audit", "--example", "demo")
     assert code == 0 and "builtin:small_cnn" in out
     code, _, err = gatecrash("audit", "--example", "dmo")
-    assert (code, err) == (2, "gatecrash: there is no example 'dmo'; there are demo, imagenet, timm_vit, clip\n")
+    assert (code, err) == (
+        2,
+        "gatecrash: there is no example 'dmo'; there are demo, generative, imagenet, timm_vit, clip\n",
+    )
 
 
 def test_collide_writes_pictures_and_charts(gatecrash, tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ def test_a_batch_may_be_overwritten_after_it_was_taken() -> None:
 def test_a_view_does_not_keep_all_that_it_is_a_view_of() -> None:
     keeper = Keeper()
     keeper.take(torch.rand(4, 100, 3)[:, 0])
-    (kept,) = (part for block in keeper.blocks[0] for part in block)
+    (kept,) = (part for block in keeper.columns[0].blocks for part in block)
     assert kept.untyped_storage().nbytes() == 4 * 3 * 4
 
 

@@ -6,7 +6,8 @@ import math
 import subprocess
 import sys
 import warnings
-from typing import get_args
+from dataclasses import replace
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -15,9 +16,20 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.mixture import GaussianMixture
 from torch import Tensor
 from torch.distributions import Categorical, MixtureSameFamily, MultivariateNormal
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gatecrash import mixture as module
-from gatecrash.mixture import COVARIANCES, CovarianceName, Mixture, fit_mixture, log_prob_under, stacked
+from gatecrash.mixture import (
+    COVARIANCES,
+    Chunks,
+    CovarianceName,
+    Mixture,
+    Rows,
+    fit_mixture,
+    log_prob_under,
+    seeded,
+    stacked,
+)
 from small_models import one_thread  # noqa: F401
 
 NAMES: list[CovarianceName] = list(get_args(CovarianceName))
@@ -333,6 +345,22 @@ def test_features_that_are_no_numbers_are_refused(bad: float) -> None:
         ({"covariance": "diagonal"}, "unknown covariance 'diagonal'; did you mean 'diag'"),
         ({"start": "random"}, r"start must be 'kmeans\+\+', means or a mixture, got 'random'"),
         ({"start": torch.zeros(3, 4)}, r"means of shape \(2, 4\), got \(3, 4\)"),
+        ({"start": [[1.0]]}, r"start must be 'kmeans\+\+', means or a mixture, got \[\[1.0\]\]"),
+        ({"start": None}, r"start must be 'kmeans\+\+', means or a mixture, got None"),
+        ({"start": np.zeros((2, 4))}, r"start must be 'kmeans\+\+', means or a mixture, got array"),
+        ({"start": torch.full((2, 4), torch.nan)}, "start must have finite means"),
+        ({"rows": 0}, "rows must be a whole number of at least 1, or None, got 0"),
+        ({"rows": -1}, "rows must be a whole number of at least 1, or None, got -1"),
+        ({"rows": 2.5}, "rows must be a whole number of at least 1, or None, got 2.5"),
+        ({"seed": -1}, "seed must be from 0 to"),
+        ({"members": torch.ones(5)}, r"members must be indices of shape \(M,\), got torch.float32 \(5,\)"),
+        ({"members": torch.tensor([3])}, "2 components need at least as many samples, got 1"),
+        ({"z": []}, "features in several parts must have the same rows, dtype and device, got none"),
+        (
+            {"z": [torch.rand(8, 2), torch.rand(7, 2)]},
+            r"the same rows, .*got torch.float32 \(8, 2\), torch.float32 \(7",
+        ),
+        ({"z": np.zeros((8, 2))}, r"features must be a tensor \(N, D\), or several, got ndarray"),
         ({"z": torch.zeros(8)}, r"shape \(N, D\), got torch.float32 \(8,\)"),
         ({"z": torch.zeros(8, 2, dtype=torch.long)}, "float32 or float64"),
         ({"z": torch.zeros(8, 0)}, r"shape \(N, D\)"),
@@ -350,11 +378,83 @@ def test_a_start_of_another_covariance_is_refused() -> None:
         fit_mixture(z, 2, "diag", start=a_start(z, 2, "full"))
 
 
+@every
+@pytest.mark.parametrize("part", ["weights", "means", "roots"])
+def test_a_start_of_another_shape_is_refused(covariance: CovarianceName, part: str) -> None:
+    z = groups()
+    start = a_start(z, 2, covariance)
+    wrong = replace(start, **{part: torch.rand(3, 5, dtype=z.dtype)})
+    with pytest.raises(ValueError, match=rf"start must have {part} of shape \(.*\), got \(3, 5\)"):
+        fit_mixture(z, 2, covariance, start=wrong)
+
+
+@every
+def test_rows_and_parts_are_fitted_as_a_copy_of_them_is(covariance: CovarianceName) -> None:
+    z, members = groups(600), torch.arange(599, 0, -2)
+    wanted, how = fit_mixture(z[members], 3, covariance, rows=100)
+    parts = [z[:, :1].contiguous(), z[:, 1:].contiguous()]
+    found, same = fit_mixture(parts, 3, covariance, rows=100, members=members)
+    assert same == how and len(how.log_likelihoods) > 1
+    assert all(torch.equal(one, other) for one, other in zip(found.tensors, wanted.tensors, strict=True))
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_judged_as_the_same_numbers_in_float32(
+    covariance: CovarianceName, dtype: torch.dtype
+) -> None:
+    mixture, half = fit_mixture(groups(), 3, covariance)[0], (20 * groups(50, seed=1)).to(dtype)
+    which = torch.arange(50) % 2
+    for found, wanted in (
+        (mixture.log_prob(half), mixture.log_prob(half.float())),
+        (log_prob_under(stacked([mixture] * 2), half, which), mixture.log_prob(half.float())),
+    ):
+        assert found.dtype == torch.float32 and bool(found.isfinite().all())
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("shape", [(4,), (5, 3), (5, 4, 1), ()])
+def test_features_of_another_width_are_refused(shape: tuple[int, ...]) -> None:
+    mixture = fit_mixture(groups(), 2)[0]
+    with pytest.raises(ValueError, match=r"features must be of shape \(B, 4\), as those of the fit were, got "):
+        mixture.log_prob(torch.rand(shape))
+    with pytest.raises(ValueError, match=r"features must be of shape \(B, 4\)"):
+        log_prob_under(stacked([mixture, mixture]), torch.rand(shape), torch.zeros(5, dtype=torch.long))
+
+
 def test_the_covariances_are_all_in_the_table() -> None:
     assert set(COVARIANCES) == set(NAMES)
 
 
 # Memory
+
+
+class Large(TorchDispatchMode):
+    """The storages of at least so many bytes that operations make; all are kept, so that no two have one address."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__()
+        self.least, self.results, self.addresses = least, list[Tensor](), set[int]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for part in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(part, Tensor) and part.untyped_storage().nbytes() >= self.least:
+                self.results.append(part)
+                self.addresses.add(part.untyped_storage().data_ptr())
+        return result
+
+
+def test_seeding_makes_no_more_large_tensors_for_more_components() -> None:
+    def made(components: int) -> int:
+        data = Chunks(Rows([groups(500)]), 100)
+        with Large(500 * 8) as large:
+            assert len(seeded(data, components, torch.Generator().manual_seed(0)).unique(dim=0)) == components
+        return len(large.addresses)
+
+    few = made(20)
+    assert made(50) == few < 15
+
 
 MEASURE = """
 from pathlib import Path

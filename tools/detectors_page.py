@@ -22,8 +22,9 @@ Made by `python tools/detectors_page.py` from the code; changes belong there. `g
 same table.
 
 A higher score always means more out-of-distribution. *Reads* is what the score is computed from, *fit* the data that
-`fit` cannot do without (an ensemble needs what its members need), *gradient* whether the score's gradient is exact or a
-term without a useful one is omitted.
+`fit` cannot do without (an ensemble needs what its members need), *gradient* whether the score's gradient is exact,
+exact save where the score jumps, or a term without a useful one is omitted. Where it is not exact, attacks by gradient
+may miss much: `worst_case` then also begins at simpler versions of every image, of few greys and blurred.
 """
 
 COLUMNS = ("name", "paper", "year", "reads", "fit", "gradient")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,6 +28,12 @@ Reader: TypeAlias = Callable[[Tensor], Latent]
 
 ROWS = 1 << 16
 """Rows that are kept together while their number is not known; freed one by one when they are put together."""
+
+FIRST = 8
+"""Images that are encoded anew before the file of a cache is trusted."""
+
+ROUNDING = 1e-3
+"""How far, as a share of the largest, latents may differ that two passes of one network give."""
 
 
 def shared_pass(readers: Sequence[Reader]) -> Callable[[Tensor], list[Latent]]:
@@ -56,6 +64,14 @@ def reader_key(reader: Reader) -> tuple[Any, ...]:
     return (id(getattr(reader, "__self__", reader)),)
 
 
+def leaf_keys(reader: Reader, z: Latent) -> list[tuple[Any, ...]]:
+    """For every tensor of a reader's latent, what it has in common with the same tensor of other readers."""
+    if type(reader) is Encoder:
+        names = reader.layers or (None,)
+        return [(*network_key(reader), name, None if name is None else reader.pool) for name in names]
+    return [(*reader_key(reader), index) for index, _ in enumerate(leaves(z))]
+
+
 def together(readers: Sequence[Reader]) -> Callable[[Tensor], list[Latent]]:
     """The latents of encoders of one network, mean, std and size, from one pass; or of one reader of any kind."""
     if len(readers) == 1:
@@ -71,36 +87,55 @@ def together(readers: Sequence[Reader]) -> Callable[[Tensor], list[Latent]]:
     return run
 
 
-class Keeper:
-    """The latents of consecutive batches, put together at the end without ever being there twice."""
+class Column:
+    """The rows of one tensor of consecutive batches, put together at the end without ever being there twice."""
 
     def __init__(self) -> None:
-        self.blocks: list[list[list[Tensor]]] = []  # by leaf, then by block, then by batch
+        self.blocks: list[list[Tensor]] = [[]]  # each with the batches of at least `ROWS` rows
+
+    def take(self, rows: Tensor) -> None:
+        """One more batch, copied: it may be a view of something much larger, or be overwritten by the next one."""
+        self.blocks[-1].append(rows.clone())
+        if sum(map(len, self.blocks[-1])) >= ROWS:
+            self.blocks[-1] = [torch.cat(self.blocks[-1])]
+            self.blocks.append([])
+
+    def whole(self) -> Tensor:
+        """All rows as one tensor, the same one whenever it is asked for."""
+        self.blocks = [[drained(self.blocks)]]
+        return self.blocks[0][0]
+
+
+class Keeper:
+    """The latents of consecutive batches, each tensor in a column."""
+
+    def __init__(self) -> None:
+        self.columns: list[Column] = []
         self.form: Latent | None = None
 
     def take(self, z: Latent) -> None:
-        """One more batch, copied: it may be a view of something much larger, or be overwritten by the next one."""
+        """One more batch."""
         parts = leaves(z)
         if self.form is None:
-            self.form, self.blocks = z, [[[]] for _ in parts]
-        for blocks, part in zip(self.blocks, parts, strict=True):
-            blocks[-1].append(part.clone())
-            if sum(map(len, blocks[-1])) >= ROWS:
-                blocks[-1] = [torch.cat(blocks[-1])]
-                blocks.append([])
+            self.form, self.columns = z, [Column() for _ in parts]
+        for column, part in zip(self.columns, parts, strict=True):
+            column.take(part)
 
     def whole(self) -> Latent:
         """All latents; the keeper is empty afterwards."""
         if self.form is None:
             raise ValueError("there are no images to learn from")
         form, self.form = self.form, None
-        return like(form, iter([drained(blocks) for blocks in self.blocks]))
+        columns, self.columns = self.columns, []
+        return like(form, iter([column.whole() for column in columns]))
 
 
 def drained(blocks: list[list[Tensor]]) -> Tensor:
     """The tensors of a list of lists as one, each freed as soon as it is copied."""
     parts = [part for block in blocks for part in block]
     blocks.clear()
+    if len(parts) == 1:
+        return parts[0]
     count, first = sum(map(len, parts)), parts[0]
     other = next((part for part in parts if part.shape[1:] != first.shape[1:]), None)
     if other is not None:
@@ -144,14 +179,27 @@ class Fingerprint:
 
 def data_hash(data: Images) -> str:
     """The hash of all images in their order, however they are batched."""
-    return hash_and_labels(data)[0]
+    return known_of(data).hash
 
 
-def hash_and_labels(data: Images) -> tuple[str, Tensor | None]:
-    """The hash of all images, and from the same pass their labels: a loader that shuffles has others in the next."""
-    seen = Fingerprint()
-    labels = all_or_none([None if y is None else y.clone() for _, y in seen.watch(data)])
-    return str(seen), labels
+class Known(NamedTuple):
+    """What one pass over images tells of them; a loader that shuffles tells something else in the next."""
+
+    hash: str
+    labels: Tensor | None
+    first: list[Tensor]
+    """The first `FIRST` images, as they were batched."""
+
+
+def known_of(data: Images) -> Known:
+    """The hash of all images, and from the same pass their labels and the first of them."""
+    seen, labels, first = Fingerprint(), [], list[Tensor]()
+    for x, y in seen.watch(data):
+        labels.append(None if y is None else y.clone())
+        missing = FIRST - sum(map(len, first))
+        if missing > 0:
+            first.append(x[:missing].clone())
+    return Known(str(seen), all_or_none(labels), first)
 
 
 def network_hash(model: nn.Module) -> str:
@@ -176,14 +224,29 @@ class Cache:
     """
 
     def __init__(self, folder: str | Path, data: Images) -> None:
+        if not isinstance(folder, str | Path):
+            raise ValueError(f"cache must be the path of a folder, got {folder!r}")
         self.folder = Path(folder)
         self.data = None if isinstance(data, Iterator) else data
         self._networks: dict[int, str] = {}
 
     @cached_property
-    def known(self) -> tuple[str, Tensor | None]:
-        """The hash of the data, and the labels in that order."""
-        return ("", None) if self.data is None else hash_and_labels(self.data)
+    def known(self) -> Known:
+        """The hash of the data, and the labels and the first images in that order."""
+        return Known("", None, []) if self.data is None else known_of(self.data)
+
+    def make(self) -> None:
+        """Make the folder.
+
+        Raises:
+            ValueError: it is a file, or cannot be made or written to.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"cache must be a folder, and {self.folder} cannot be one: {error.strerror}") from error
+        if not os.access(self.folder, os.W_OK):
+            raise ValueError(f"cache must be a folder that can be written to, and {self.folder} cannot")
 
     def path(self, encoder: Reader) -> Path | None:
         """Where the latents of the data under an encoder are; None where they are not kept."""
@@ -196,11 +259,15 @@ class Cache:
             self._networks[id(model)] = network_hash(model)
         taps = [encoder.layer, encoder.pool, flat(encoder.mean), flat(encoder.std), encoder.size]
         device = None if encoder.device is None else encoder.device.type
-        key = json.dumps([2, self._networks[id(model)], self.known[0], taps, device])
+        key = json.dumps([2, self._networks[id(model)], self.known.hash, taps, device])
         return self.folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.safetensors"
 
     def read(self, encoder: Reader, device: torch.device) -> Latent | None:
-        """What was kept; None where there is nothing, or a damaged file."""
+        """What was kept; None where there is nothing, a damaged file, or what another network made.
+
+        Two networks may have the same weights and layers and still differ, in a number or a function that is no part
+        of either. So the first images are encoded anew.
+        """
         path = self.path(encoder)
         if path is None or not path.is_file():
             return None
@@ -212,18 +279,40 @@ class Cache:
             return None
         if not whole:
             return None
+        if not self._agrees(encoder, parts, device):
+            warnings.warn(f"{path} holds what another network made of the images; it is made anew", stacklevel=2)
+            return None
         parts = [part.to(device) for part in parts]
         several = isinstance(encoder, Encoder) and isinstance(encoder.layer, tuple)
         return tuple(parts) if several else parts[0]
 
+    def _agrees(self, encoder: Reader, parts: list[Tensor], device: torch.device) -> bool:
+        """Whether the encoder makes of the first images what the first rows of the parts hold."""
+        row = 0
+        for x in self.known.first:
+            with torch.no_grad():
+                fresh = leaves(encoder(x.to(device)))
+            kept = [part[row : row + len(x)].to(device) for part in parts]
+            if len(fresh) != len(kept) or not all(map(alike, fresh, kept)):
+                return False
+            row += len(x)
+        return True
+
     def write(self, encoder: Reader, z: Latent, seen: Fingerprint) -> None:
         """Keep latents, unless the images that they are of are not those that the path is for."""
         path = self.path(encoder)
-        if path is not None and str(seen) == self.known[0]:
+        if path is not None and str(seen) == self.known.hash:
             parts = [leaf.detach().cpu().contiguous() for leaf in leaves(z)]
             with replacing(path) as draft:
                 tensors = {str(i): part for i, part in enumerate(parts)}
                 save_file(tensors, draft, metadata={"sha256": hash_of_all(parts)})
+
+
+def alike(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same but for rounding."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return not one.numel() or bool((one - other).abs().amax() <= ROUNDING * other.abs().amax())
 
 
 def hash_of_all(tensors: Sequence[Tensor]) -> str:

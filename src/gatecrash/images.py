@@ -68,8 +68,10 @@ def batches(data: Images, batch_size: int = 256, name: str = "images") -> Iterat
     """Images and labels (None where there are none) batch by batch, from any of the forms that `Images` names.
 
     Raises:
-        ValueError: an item is neither images nor (images, labels), or the two differ in length; it names the batch.
+        ValueError: an item is neither images nor (images, labels), or the two differ in length; it names the batch. Or
+            the size of a batch is none.
     """
+    check_batch_size(batch_size)
     if isinstance(data, Tensor):
         data = data.split(batch_size) if data.ndim else [data]
     elif isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, Tensor) for part in data):
@@ -90,6 +92,12 @@ def batches(data: Images, batch_size: int = 256, name: str = "images") -> Iterat
         if y is not None:
             check_labels(y, len(x), where)
         yield x, y
+
+
+def check_batch_size(batch_size: object) -> None:
+    """Raises a ValueError unless a batch can have this many images."""
+    if type(batch_size) is not int or batch_size < 1:
+        raise ValueError(f"batch_size must be a whole number of at least 1, got {batch_size!r}")
 
 
 def check_labels(y: object, count: int, name: str = "images") -> None:

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -41,11 +41,15 @@ class Mixture:
     covariance: CovarianceName = "diag"
 
     def log_prob(self, z: Tensor) -> Tensor:
-        """The log-likelihood of every row of z (B, D), shape (B,), differentiable in z.
+        """The log-likelihood of every row of z (B, D), shape (B,), differentiable in z; of half precision in float32.
 
         Computed in float64 (on MPS, which has none, in float32), in chunks of rows where no gradient is wanted.
+
+        Raises:
+            ValueError: z is not of shape (B, D).
         """
         components, width = self.means.shape
+        z = check_rows(z, width)
         wide = widest(z.device)
         centre = (self.weights @ self.means).to(z.device, wide)
         covariance = COVARIANCES[self.covariance]
@@ -85,7 +89,7 @@ class Convergence:
 
 
 def fit_mixture(
-    z: Tensor,
+    z: Tensor | Sequence[Tensor],
     components: int,
     covariance: CovarianceName = "diag",
     *,
@@ -96,6 +100,7 @@ def fit_mixture(
     seed: int = 0,
     start: Literal["kmeans++"] | Tensor | Mixture = "kmeans++",
     rows: int | None = None,
+    members: Tensor | None = None,
 ) -> tuple[Mixture, Convergence]:
     """Fit a mixture of Gaussians to the rows of z (N, D), in z's precision and on its device.
 
@@ -103,7 +108,7 @@ def fit_mixture(
     on MPS. A component that no row belongs to is left where it was, with weight 0.
 
     Args:
-        z: float32 or float64, finite.
+        z: float32 or float64, finite; or several such with the same rows, which are then put side by side.
         components: K, at most N.
         covariance: "diag", "spherical", "tied" (one matrix for all components) or "full".
         restarts: starts of which the one with the highest likelihood is kept; a given start has only one.
@@ -115,16 +120,19 @@ def fit_mixture(
         start: "kmeans++" (`SEEDING_ROWS`, `LLOYD_STEPS`); means (K, D), whose nearest rows make the first components;
             or a mixture.
         rows: rows in a chunk; None chooses by K, D and the device.
+        members: the indices of the rows to fit to, (M,); None is all of them.
 
     Raises:
         ValueError: an argument is out of range, z holds NaN or infinity, or a covariance collapsed.
     """
     check_options(components, covariance, restarts, steps, tol, floor, seed)
-    check_data(z, components, covariance, start)
+    data = Rows([z] if isinstance(z, Tensor) else z, members)
+    check_data(data, components, rows)
+    check_start(start, components, data.width, covariance)
     with torch.no_grad(), progress("fitting a mixture") as bar:
-        em = EM(z, covariance, floor, rows or rows_at_once(components, z.shape[1], z.device))
+        em = EM(Chunks(data, rows or rows_at_once(components, data.width, data.device)), covariance, floor)
         centre = em.data.centre
-        generator = torch.Generator(z.device).manual_seed(seed)
+        generator = torch.Generator(data.device).manual_seed(seed)
         runs: list[tuple[Mixture, Convergence]] = []
         for restart in range(restarts if isinstance(start, str) else 1):
             if isinstance(start, Mixture):
@@ -142,9 +150,9 @@ def fit_mixture(
 class EM:
     """Expectation and maximisation on given data, a chunk of rows at a time."""
 
-    def __init__(self, z: Tensor, covariance: CovarianceName, floor: float, rows: int) -> None:
-        self.name, self.floor = covariance, floor
-        self.shape, self.data = COVARIANCES[covariance], Chunks(z, rows)
+    def __init__(self, data: Chunks, covariance: CovarianceName, floor: float) -> None:
+        self.name, self.floor, self.data = covariance, floor, data
+        self.shape = COVARIANCES[covariance]
         self.fixed = self.shape.fixed_moments(self.data)
 
     def climb(self, mixture: Mixture, steps: int, tol: float, restart: int, bar: Bar) -> tuple[Mixture, Convergence]:
@@ -211,24 +219,30 @@ def posterior_of(joint: Callable[[Tensor], Tensor]) -> Share:
 
 
 def seeded(data: Chunks, components: int, generator: torch.Generator) -> Tensor:
-    """Rows chosen by greedy k-means++: each the best of a few drawn in proportion to their squared distance, (K, D)."""
+    """Rows chosen by greedy k-means++: each the best of a few drawn in proportion to their squared distance, (K, D).
+
+    Every step writes into the same few tensors. With new ones, small tensors that stay lie between large ones that go,
+    and the heap grows by hundreds of MiB.
+    """
     z = data.sample(min(len(data), SEEDING_ROWS * components), generator)
     squares = torch.linalg.vector_norm(z, dim=1).square()
     trials = min(2 + int(math.log(components)), len(z))
-    chosen: list[Tensor] = []
-    distances = torch.ones_like(squares)
-    for _ in range(components):
+    chosen, candidates, reach = z.new_empty(components, z.shape[1]), z[:trials].clone(), z.new_empty(len(z), trials)
+    distances, race = torch.ones_like(squares), torch.empty_like(squares)
+    for index in range(components):
         # The first of exponential clocks with these rates to ring: a draw that needs no running sum and no host.
-        race = distances / torch.empty_like(distances).exponential_(generator=generator)
-        drawn = race.topk(trials if chosen else 1).indices
-        candidates = z[drawn]
-        reach = torch.addmm(squares[drawn], z, candidates.T, alpha=-2).add_(squares[:, None]).clamp_min_(0)
-        if chosen:
-            reach = torch.minimum(reach, distances[:, None])
-        best = reach.sum(dim=0).argmin(dim=0, keepdim=True)
-        distances = reach.index_select(1, best).squeeze(1)
-        chosen.append(candidates.index_select(0, best))
-    return torch.cat(chosen).to(data.centre)
+        torch.div(distances, race.exponential_(generator=generator), out=race)
+        drawn = race.topk(trials if index else 1).indices
+        some = candidates[: len(drawn)]
+        torch.index_select(z, 0, drawn, out=some)
+        near = reach[:, : len(drawn)]
+        torch.addmm(squares[drawn], z, some.T, alpha=-2, out=near).add_(squares[:, None]).clamp_min_(0)
+        if index:
+            torch.minimum(near, distances[:, None], out=near)
+        best = near.sum(dim=0).argmin(dim=0, keepdim=True)
+        torch.index_select(near, 1, best, out=distances.unsqueeze(1))
+        chosen[index] = some.index_select(0, best)[0]
+    return chosen.to(data.centre)
 
 
 def lloyd(data: Chunks, means: Tensor, steps: int) -> Tensor:
@@ -250,34 +264,68 @@ def nearest(z: Tensor, means: Tensor) -> Tensor:
     return closeness.zero_().scatter_(1, index, 1.0)
 
 
-class Chunks:
-    """The rows of a matrix about their mean, a chunk at a time."""
+class Rows:
+    """Rows of matrices that lie side by side, some of them or all, without a copy of more than is asked for.
 
-    def __init__(self, z: Tensor, rows: int) -> None:
-        self.z, self.rows, self.dtype = z.detach(), rows, z.dtype
-        wide = widest(z.device)
-        parts = self.z.split(rows)
-        self.centre = sum((part.sum(dim=0, dtype=wide) for part in parts), torch.zeros((), device=z.device)) / len(z)
-        if not bool(self.centre.isfinite().all()):
-            raise ValueError("the features hold NaN or infinity")
-        self.shift = self.centre.to(z)
-        self.centre = self.shift.to(wide)
-        total = sum((part.square().sum(dim=0, dtype=wide) for part in self), torch.zeros((), device=z.device))
-        self.variance = total / len(z)
+    Args:
+        parts: matrices (N, D_i).
+        members: the indices of the rows that count, (M,); None is all of them.
+    """
+
+    def __init__(self, parts: Sequence[Tensor], members: Tensor | None = None) -> None:
+        self.parts, self.members = check_parts(parts), members
+        self.dtype, self.device = self.parts[0].dtype, self.parts[0].device
+        self.width = sum(part.shape[1] for part in self.parts)
 
     def __len__(self) -> int:
-        return len(self.z)
+        return len(self.parts[0]) if self.members is None else len(self.members)
+
+    def between(self, first: int, last: int) -> Tensor:
+        """Consecutive rows, (R, D); a view where it can be one."""
+        if self.members is not None:
+            return self._picked(self.members[first:last])
+        found = [part[first:last] for part in self.parts]
+        return found[0] if len(found) == 1 else torch.cat(found, dim=1)
+
+    def at(self, which: Tensor) -> Tensor:
+        """The rows with some numbers, (R, D), a copy."""
+        return self._picked(which if self.members is None else self.members[which])
+
+    def _picked(self, which: Tensor) -> Tensor:
+        found = [part[which] for part in self.parts]
+        return found[0] if len(found) == 1 else torch.cat(found, dim=1)
+
+
+class Chunks:
+    """Rows about their mean, a chunk at a time."""
+
+    def __init__(self, data: Rows, rows: int) -> None:
+        self.data, self.rows, self.dtype = data, rows, data.dtype
+        wide, nothing = widest(data.device), torch.zeros((), device=data.device)
+        self.centre = sum((part.sum(dim=0, dtype=wide) for part in self._parts()), nothing) / len(data)
+        if not bool(self.centre.isfinite().all()):
+            raise ValueError("the features hold NaN or infinity")
+        self.shift = self.centre.to(data.dtype)
+        self.centre = self.shift.to(wide)
+        self.variance = sum((part.square().sum(dim=0, dtype=wide) for part in self), nothing) / len(data)
+
+    def __len__(self) -> int:
+        return len(self.data)
 
     def __iter__(self) -> Iterator[Tensor]:
-        for part in self.z.split(self.rows):
+        for part in self._parts():
             yield part - self.shift
 
     def sample(self, count: int, generator: torch.Generator) -> Tensor:
         """Some rows, drawn without replacement; all of them, in their order, where so many are asked for."""
         if count == len(self):
-            return self.z - self.shift
-        chosen = torch.randperm(len(self), generator=generator, device=self.z.device)[:count]
-        return self.z[chosen].sub_(self.shift)
+            return self.data.between(0, count) - self.shift
+        chosen = torch.randperm(len(self), generator=generator, device=self.data.device)[:count]
+        return self.data.at(chosen).sub_(self.shift)
+
+    def _parts(self) -> Iterator[Tensor]:
+        for first in range(0, len(self), self.rows):
+            yield self.data.between(first, first + self.rows)
 
 
 class Covariance(ABC):
@@ -481,7 +529,12 @@ def stacked(mixtures: Sequence[Mixture]) -> Mixture:
 
 
 def log_prob_under(stack: Mixture, z: Tensor, which: Tensor) -> Tensor:
-    """The log-likelihood of every row of z (B, D) under the mixture of a stack that `which` (B,) names, (B,)."""
+    """The log-likelihood of every row of z (B, D) under the mixture of a stack that `which` (B,) names, (B,).
+
+    Raises:
+        ValueError: z is not of shape (B, D).
+    """
+    z = check_rows(z, stack.means.shape[-1])
     if stack.covariance in ("diag", "spherical"):
         width = z.shape[1]
         weights, means, roots = (part.to(z)[which] for part in stack.tensors)
@@ -547,16 +600,71 @@ def check_options(
             raise ValueError(f"{name} must not be negative, got {number:g}")
 
 
-def check_data(z: Tensor, components: int, covariance: str, start: str | Tensor | Mixture) -> None:
-    """Raises a ValueError when `fit_mixture` cannot start on features z."""
-    if z.ndim != 2 or z.dtype not in (torch.float32, torch.float64) or not z.shape[1]:
-        raise ValueError(f"features must be float32 or float64 of shape (N, D), got {z.dtype} {tuple(z.shape)}")
-    if components > len(z):
-        raise ValueError(f"{components} components need at least as many samples, got {len(z)}")
-    if isinstance(start, str) and start != "kmeans++":
+def check_rows(z: Tensor, width: int) -> Tensor:
+    """The features, in float32 where they come in half precision.
+
+    Raises:
+        ValueError: they are not of shape (B, D) with D the width of what was fitted.
+    """
+    if z.ndim != 2 or z.shape[1] != width:
+        raise ValueError(f"features must be of shape (B, {width}), as those of the fit were, got {tuple(z.shape)}")
+    return z.float() if z.dtype in (torch.float16, torch.bfloat16) else z
+
+
+def check_parts(parts: Sequence[Tensor]) -> list[Tensor]:
+    """The matrices without their history.
+
+    Raises:
+        ValueError: there is none, one is no matrix of float32 or float64, or they do not lie side by side.
+    """
+    found: list[Any] = list(parts) if isinstance(parts, list | tuple) else [parts]
+    for part in found:
+        if not isinstance(part, Tensor):
+            raise ValueError(f"features must be a tensor (N, D), or several, got {type(part).__name__}")
+        if part.ndim != 2 or part.dtype not in (torch.float32, torch.float64) or not part.shape[1]:
+            raise ValueError(
+                f"features must be float32 or float64 of shape (N, D), got {part.dtype} {tuple(part.shape)}"
+            )
+    if len({(len(part), part.dtype, part.device) for part in found}) != 1:
+        shapes = ", ".join(f"{part.dtype} {tuple(part.shape)}" for part in found)
+        raise ValueError(f"features in several parts must have the same rows, dtype and device, got {shapes or 'none'}")
+    return [part.detach() for part in found]
+
+
+def check_data(data: Rows, components: int, rows: int | None) -> None:
+    """Raises a ValueError when there are not enough rows, or they cannot be picked or cut into chunks of `rows`."""
+    if components > len(data):
+        raise ValueError(f"{components} components need at least as many samples, got {len(data)}")
+    which = data.members
+    if which is not None and (which.ndim != 1 or which.is_floating_point() or which.dtype == torch.bool):
+        raise ValueError(f"members must be indices of shape (M,), got {which.dtype} {tuple(which.shape)}")
+    if rows is not None and (type(rows) is not int or rows < 1):
+        raise ValueError(f"rows must be a whole number of at least 1, or None, got {rows!r}")
+
+
+def check_start(start: object, components: int, width: int, covariance: str) -> None:
+    """Raises a ValueError when `fit_mixture` cannot start there."""
+    if isinstance(start, Mixture):
+        if start.covariance != covariance:
+            raise ValueError(f"start has covariance {start.covariance!r}, not {covariance!r}")
+        roots = {
+            "diag": (components, width),
+            "spherical": (components,),
+            "tied": (width, width),
+            "full": (components, width, width),
+        }[covariance]
+        wanted = {"weights": (components,), "means": (components, width), "roots": roots}
+        for (name, shape), part in zip(wanted.items(), start.tensors, strict=True):
+            check_shape(part, name, shape)
+    elif isinstance(start, Tensor):
+        check_shape(start, "means", (components, width))
+    elif not (isinstance(start, str) and start == "kmeans++"):
         raise ValueError(f"start must be 'kmeans++', means or a mixture, got {start!r}")
-    if isinstance(start, Mixture) and start.covariance != covariance:
-        raise ValueError(f"start has covariance {start.covariance!r}, not {covariance!r}")
-    means = start.means if isinstance(start, Mixture) else start
-    if isinstance(means, Tensor) and means.shape != (components, z.shape[1]):
-        raise ValueError(f"start must have means of shape {(components, z.shape[1])}, got {tuple(means.shape)}")
+
+
+def check_shape(part: Tensor, name: str, shape: tuple[int, ...]) -> None:
+    """Raises a ValueError unless a part of a start has a shape and is finite."""
+    if part.shape != shape:
+        raise ValueError(f"start must have {name} of shape {shape}, got {tuple(part.shape)}")
+    if not bool(part.isfinite().all()):
+        raise ValueError(f"start must have finite {name}")

@@ -142,9 +142,9 @@ def test_half_precision_leaves_what_was_learnt_alone() -> None:
 def test_shapes_and_options_that_are_none_are_refused() -> None:
     with pytest.raises(ValueError, match=r"an image has the shape \(C, H, W\), got \[5\]"):
         Autoencoder((5,))
-    with pytest.raises(ValueError, match="latent must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="latent must be a whole number of at least 1, got 0"):
         Autoencoder((1, 6, 6), latent=0)
-    with pytest.raises(ValueError, match="width must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="width must be a whole number of at least 1, got 0"):
         Decoder((41,), image=(1, 6, 6), width=0)
     for shape in ((36,), (1, 41)):
         with pytest.raises(ValueError, match=r"features and an image of shape \(1, 6, 6\) as one vector"):

@@ -159,6 +159,12 @@ def test_the_grey_levels_of_a_file_of_eight_bits_are_scored_at_the_midpoints() -
     torch.testing.assert_close(Glow((1, 16, 16), bits=8).still(EVERY_GREY), midpoints, rtol=0, atol=1e-7)
 
 
+def test_a_pixel_is_in_the_same_bin_in_every_precision() -> None:
+    halves = ((torch.arange(255) + 0.5) / 255).expand(1, 1, 2, -1)[..., :254]
+    glow = Glow((1, 2, 254), levels=1, steps=1, hidden=2, bits=8)
+    assert torch.equal(glow.bins(halves).double(), glow.bins(halves.double()))
+
+
 def test_midpoints_score_images_of_one_bin_alike_and_lend_the_gradient() -> None:
     glow = shaken((1, 16, 16), bits=4, midpoints=True)
     plain = Glow((1, 16, 16), **{**glow.options, "bits": 8, "midpoints": False}).eval()
@@ -255,10 +261,15 @@ def test_samples_have_the_colours_of_the_first_batch_before_anything_is_learnt()
         ((3, 7, 8), {}, "a Glow with levels=1 needs sides divisible by 2, got 7×8"),
         ((3, 1, 1), {}, "needs sides divisible by 2, got 1×1"),
         ((12,), {}, r"Glow is of images of shape \(C, H, W\), got \(12,\)"),
-        ((3, 8, 8), {"levels": 0}, "levels must be at least 1, got 0"),
-        ((3, 8, 8), {"steps": 0}, "steps must be at least 1, got 0"),
-        ((3, 8, 8), {"hidden": 0}, "hidden must be at least 1, got 0"),
+        ((3, 8, 8), {"levels": 0}, "levels must be a whole number of at least 1, got 0"),
+        ((3, 8, 8), {"steps": 0}, "steps must be a whole number of at least 1, got 0"),
+        ((3, 8, 8), {"hidden": 0}, "hidden must be a whole number of at least 1, got 0"),
         ((3, 8, 8), {"bits": 9}, "bits must be 1 to 8, got 9"),
+        ((3, 8, 8), {"bits": 5.5}, "bits must be a whole number of at least 1, got 5.5"),
+        ((3, 8, 8), {"hidden": 2.5}, "hidden must be a whole number of at least 1, got 2.5"),
+        ((3, 8, 8), {"steps": "many"}, "steps must be a whole number of at least 1, got 'many'"),
+        ((3, 8, 8), {"levels": True}, "levels must be a whole number of at least 1, got True"),
+        ((3, 8, 8), {"midpoints": "yes"}, "midpoints must be true or false, got 'yes'"),
         ((3, 8, 8), {"coupling": "spline"}, "coupling must be 'affine' or 'additive', got 'spline'"),
         ((3, 8, 8), {"preset": "huge"}, "preset must be 'small' or 'paper', got 'huge'"),
     ],

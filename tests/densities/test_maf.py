@@ -79,7 +79,8 @@ def test_a_nan_stays_one_and_is_no_error_of_another_library() -> None:
         ({"transforms": 0}, "transforms must be a whole number of at least 1, got 0"),
         ({"hidden": []}, "hidden must be the sizes of one layer or more"),
         ({"hidden": 128}, "hidden must be the sizes of one layer or more, as a list, got 128"),
-        ({"hidden": [128, 0]}, r"hidden must be whole numbers of at least 1, got \[128, 0\]"),
+        ({"hidden": [128, 0]}, "hidden must be a whole number of at least 1, got 0"),
+        ({"hidden": [True]}, "hidden must be a whole number of at least 1, got True"),
     ],
 )
 def test_sizes_that_are_none_are_refused(options: dict[str, object], message: str) -> None:

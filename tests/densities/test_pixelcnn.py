@@ -171,7 +171,7 @@ def test_a_beginning_with_one_black_image_leaves_everything_finite() -> None:
 
 def test_the_papers_preset_has_the_papers_sizes() -> None:
     with torch.device("meta"):
-        model = PixelCNN((3, 32, 32))
+        model = PixelCNN((3, 32, 32), preset="paper")
     assert model.options == {
         "preset": "paper", "blocks": 5, "filters": 160, "mixtures": 10, "dropout": 0.5, "levels": 2
     }  # fmt: skip
@@ -181,13 +181,14 @@ def test_the_papers_preset_has_the_papers_sizes() -> None:
     assert {layer.p for layer in model.modules() if isinstance(layer, torch.nn.Dropout)} == {0.5}
 
 
-@pytest.mark.parametrize(
-    ("shape", "preset"), [((1, 28, 28), "small"), ((3, 8, 8), "small"), ((3, 8, 32), "paper"), ((1, 64, 64), "paper")]
-)
-def test_small_images_have_the_small_preset(shape: tuple[int, int, int], preset: str) -> None:
+@pytest.mark.parametrize("shape", [(1, 28, 28), (3, 8, 32), (1, 56, 56), (3, 64, 64)])
+def test_the_small_preset_is_what_images_of_any_size_have_unless_the_papers_is_asked_for(
+    shape: tuple[int, int, int],
+) -> None:
     with torch.device("meta"):
-        assert PixelCNN(shape).options["preset"] == preset
-        assert PixelCNN(shape, preset="small", blocks=2).options["blocks"] == 2
+        assert PixelCNN(shape).options == PixelCNN(shape, preset="small").options
+        assert PixelCNN(shape, preset="paper").options["filters"] == 160
+        assert PixelCNN(shape, blocks=2).options["blocks"] == 2
 
 
 @pytest.mark.parametrize(
@@ -195,11 +196,12 @@ def test_small_images_have_the_small_preset(shape: tuple[int, int, int], preset:
     [
         ((5,), {}, r"of images of shape \(C, H, W\), got \(5,\)"),
         ((1, 8, 8), {"preset": "huge"}, "preset must be 'paper' or 'small', got 'huge'"),
-        ((1, 8, 8), {"depth": 3}, "no option 'depth'; there are preset, blocks"),
         ((1, 8, 8), {"filters": 0}, "filters must be a whole number of at least 1, got 0"),
         ((1, 8, 8), {"mixtures": 2.5}, "mixtures must be a whole number"),
         ((1, 8, 8), {"dropout": 1.0}, "dropout must be at least 0 and below 1, got 1.0"),
-        ((1, 8, 8), {"dropout": "half"}, "dropout must be at least 0"),
+        ((1, 8, 8), {"dropout": "half"}, "dropout must be a number, got 'half'"),
+        ((1, 8, 8), {"blocks": True}, "blocks must be a whole number of at least 0, got True"),
+        ((1, 8, 8), {"levels": True}, "levels must be a whole number of at least 0, got True"),
         ((1, 0, 8), {}, "sides of at least 1"),
     ],
 )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from gatecrash.densities import DENSITIES, Density, load_density, save_density, train_density
 from gatecrash.fitting import Recipe
+from gatecrash.networks import save_weights
 
 
 class Bell(Density):
@@ -123,3 +124,43 @@ def test_a_damaged_bundle_is_one_clear_line(tmp_path: Path, content: str | None,
     with pytest.raises(ValueError, match=message) as error:
         load_density(tmp_path)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.usefixtures("known")
+def test_weights_that_are_not_those_of_the_manifest_are_refused(tmp_path: Path) -> None:
+    bell = Bell([1, 2, 2])
+    save_density(bell, tmp_path)
+    with torch.no_grad():
+        next(bell.parameters()).add_(1e-3)
+    save_weights(bell, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"model.safetensors was changed: its weights are not those of") as error:
+        load_density(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.usefixtures("known")
+@pytest.mark.parametrize(
+    ("content", "message"), [(None, "manifest.json is missing"), ("{", "is damaged"), ("{}", "is damaged")]
+)
+def test_a_manifest_that_says_nothing_of_the_weights_is_refused(
+    tmp_path: Path, content: str | None, message: str
+) -> None:
+    save_density(Bell([1, 2, 2]), tmp_path)
+    manifest = tmp_path / "manifest.json"
+    manifest.unlink() if content is None else manifest.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        load_density(tmp_path)
+
+
+@pytest.mark.usefixtures("known")
+def test_a_density_in_double_precision_is_read_back_in_single(tmp_path: Path) -> None:
+    bell = Bell([1, 2, 2]).double()
+    with torch.no_grad():
+        next(bell.parameters()).fill_(1 / 3)
+    save_density(bell, tmp_path)
+    assert next(load_density(tmp_path).parameters()).flatten()[0] == torch.tensor(1 / 3, dtype=torch.float32)
+
+
+def test_a_training_whose_last_step_breaks_it_is_said_to_have_diverged() -> None:
+    with pytest.raises(ValueError, match=r"the training of bell diverged.*smaller lr"):
+        train_density(Bell([1, 2, 2]), SAMPLES, Recipe(epochs=1, batch_size=len(SAMPLES), lr=1e30, momentum=0))

@@ -130,7 +130,9 @@ def test_the_default_sizes_are_the_papers() -> None:
     assert shapes == [(512, 342), (256, 512), (512, 128), (342, 512)]
 
 
-@pytest.mark.parametrize("options", [{"hidden": 0}, {"latent": -1}, {"draws": 0}, {"draws": 1.5}])
+@pytest.mark.parametrize("options", [{"hidden": 0}, {"latent": -1}, {"draws": 0}, {"draws": 1.5}, {"hidden": True}])
 def test_sizes_that_are_none_are_refused(options: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(options))} must be a whole number of at least 1"):
         VAE((3,), **options)
+    with pytest.raises(ValueError, match="importance must be true or false, got 'yes'"):
+        VAE((3,), importance="yes")  # type: ignore[arg-type]

@@ -57,7 +57,7 @@ def test_images_of_another_size_are_refused(detector: PixelCNNLikelihood) -> Non
     ("options", "message"),
     [
         ({"model": {"preset": "vast"}}, "preset must be 'paper' or 'small'"),
-        ({"model": {"filter": 3}}, "PixelCNN has no option 'filter'"),
+        ({"model": {"filter": 3}}, "model: unknown option 'filter'; did you mean 'filters'"),
         ({"training": {"epoch": 3}}, "training: .*epoch"),
     ],
 )

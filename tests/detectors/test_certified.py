@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gatecrash.attacks import admit, collide, score_to, worst_case
 from gatecrash.ball import L2, Ball, Linf
 from gatecrash.data.drawn import checkerboard, noise
-from gatecrash.detectors import CCU, MSP
+from gatecrash.detectors import CCU, MSP, ScoreEnsemble
 from gatecrash.detectors.certified import APART, log_excess, log_posterior, whitening
 from gatecrash.encoder import Encoder
 from gatecrash.mixture import Mixture
@@ -265,6 +265,11 @@ def test_far_away_the_bound_is_near_chance_and_grows_with_the_radius() -> None:
 # Mistakes
 
 
+def test_the_card_asks_for_outliers_and_so_does_that_of_an_ensemble() -> None:
+    assert CCU.card.fit == "inliers and outliers"
+    assert ScoreEnsemble([CCU(trained_net())]).card.fit == "inliers and outliers"
+
+
 def test_mistakes_are_named() -> None:
     net = trained_net()
     for options, message in (
@@ -278,7 +283,7 @@ def test_mistakes_are_named() -> None:
     detector = CCU(net, components=3)
     with pytest.raises(ValueError, match=r"CCU learns from outliers too: fit\(inliers, outliers=...\)"):
         detector.fit(squares(60))
-    with pytest.raises(ValueError, match="is not fitted"):
+    with pytest.raises(ValueError, match=r"is not fitted; call fit\(inliers, outliers=outliers\) before scoring"):
         detector.confidence_bound(blank(2), 0.1)
     with pytest.raises(ValueError, match="100 components need at least as many samples, got 60"):
         CCU(net).fit(squares(60), outliers=blank(200))

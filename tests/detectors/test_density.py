@@ -14,6 +14,7 @@ from gatecrash.detectors.base import Detector
 from gatecrash.detectors.density import GMM, MixtureDetector, ZhengHong
 from gatecrash.encoder import Encoder
 from gatecrash.mixture import CovarianceName, fit_mixture
+from gatecrash.protocols import leaves
 from small_models import Affine, SmallNet, as_images, blank, one_thread, squares, trained_net  # noqa: F401
 
 NAMES: list[CovarianceName] = list(get_args(CovarianceName))
@@ -173,9 +174,33 @@ def test_an_option_out_of_range_is_refused_at_once(kind: type[MixtureDetector]) 
         ({"components": 0}, "components must be at least 1, got 0"),
         ({"covariance": "ful"}, "unknown covariance 'ful'; did you mean 'full'"),
         ({"floor": -1e-6}, "floor must not be negative"),
+        ({"seed": -1}, "seed must be from 0 to"),
+        ({"seed": "a"}, "seed must be a whole number, got 'a'"),
     ):
         with pytest.raises(ValueError, match=message):
             kind(trained_net(), **options)
+
+
+@pytest.mark.parametrize("shape", [(5,), (3, 4), ()])
+def test_features_of_another_width_are_refused(shape: tuple[int, ...]) -> None:
+    network = trained_net()
+    gmm = GMM(network, layers="hidden", components=2).fit(squares(60)[0])
+    with pytest.raises(ValueError, match=r"^features must be of shape \(B, 5\), as those of the fit were, got "):
+        gmm.judge(torch.rand(shape))
+    with pytest.raises(ValueError, match=r"^features must be of shape \(B, 5\)"):
+        gmm.log_likelihood(torch.rand(shape))
+    own = ZhengHong(network, layers="hidden", components=2).fit(squares(60)[0])
+    with pytest.raises(ValueError, match=r"^features must be of shape \(B, 5\)"):
+        own.judge((torch.rand(shape), torch.rand(3, 3)))
+
+
+def test_several_layers_are_fitted_as_one_vector() -> None:
+    network, x = trained_net(), squares(90)[0]
+    taps = Encoder(network, ["maps", "hidden"])
+    mixture, _ = fit_mixture(torch.cat(leaves(taps(x)), dim=1).detach(), 3, steps=5)
+    detector = GMM(taps, components=3, steps=5).fit(x)
+    torch.testing.assert_close(detector.means, mixture.means.float())
+    torch.testing.assert_close(detector.roots, mixture.roots.float())
 
 
 def test_more_components_than_inliers_are_refused() -> None:

@@ -14,7 +14,9 @@ from gatecrash.detectors import (
     DeepEnsemble,
     Detector,
     Energy,
+    InputComplexity,
     Mahalanobis,
+    PixelCNNLikelihood,
     RelativeMahalanobis,
     ScoreEnsemble,
 )
@@ -46,6 +48,22 @@ def test_an_ensemble_is_the_mean_of_its_members() -> None:
     scores = [member.scores(x).tolist() for member in members]
     expected = [sum(column) / 4 for column in zip(*scores, strict=True)]
     torch.testing.assert_close(ensemble.scores(x), torch.tensor(expected), rtol=1e-5, atol=1e-5)
+
+
+def test_the_card_says_the_least_that_is_known_of_the_members_gradients(tmp_path: Path) -> None:
+    exact, omits = Energy(trained_net()), InputComplexity()
+    assert ScoreEnsemble([exact, exact]).card.gradient == "exact"
+    assert ScoreEnsemble([exact, PixelCNNLikelihood()]).card.gradient == "exact between jumps"
+    assert ScoreEnsemble([omits, exact]).card.gradient == "omitted"
+
+
+def test_members_without_an_encoder_are_loaded_without_one(tmp_path: Path) -> None:
+    ScoreEnsemble([InputComplexity(), PixelCNNLikelihood()]).save(tmp_path / "saved.safetensors")
+    again = ScoreEnsemble.load(tmp_path / "saved.safetensors")
+    assert [member.encoder for member in again.detectors] == [None, None]
+    ScoreEnsemble([Energy(trained_net())]).save(tmp_path / "saved.safetensors")
+    with pytest.raises(ValueError, match="Energy needs the encoder"):
+        ScoreEnsemble.load(tmp_path / "saved.safetensors")
 
 
 def test_fitting_an_ensemble_fits_each_member_as_it_would_be_alone() -> None:

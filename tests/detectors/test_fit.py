@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from gatecrash import features
 from gatecrash.detectors import (
+    GMM,
     MSP,
     Card,
     Detector,
@@ -24,13 +25,15 @@ from gatecrash.detectors import (
     Mahalanobis,
     RelativeMahalanobis,
     ScoreEnsemble,
+    Temperature,
+    ZhengHong,
     distance,
     fit_all,
 )
 from gatecrash.encoder import Encoder
 from gatecrash.images import Images
 from gatecrash.objective import single
-from gatecrash.protocols import Latent
+from gatecrash.protocols import Latent, leaves
 from small_models import blank, one_thread, squares, trained_net  # noqa: F401
 
 Batch = tuple[Tensor, Tensor]
@@ -139,6 +142,37 @@ def test_detectors_at_one_layer_are_given_the_same_tensor(monkeypatch: pytest.Mo
     assert len(given) == 2 and given[0] is given[1]
 
 
+def test_a_layer_is_kept_once_however_it_is_combined_with_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[type, list[Tensor]] = {}
+    kinds = (GMM, Mahalanobis, ZhengHong, Temperature)
+    for kind in kinds:
+        monkeypatch.setattr(kind, "fit_latents", lambda self, z, y: given.update({type(self): leaves(z)}))
+    network, (x, y) = trained_net(), squares(9)
+    fit_all(
+        [
+            GMM(network, layers="hidden"),
+            Mahalanobis(network, layers=["maps", "hidden"]),
+            ZhengHong(Encoder(network, "hidden")),
+            Temperature(Encoder(network, pool="flatten")),
+        ],
+        in_batches((x, y), 4),
+    )
+    hidden, maps, logits = given[GMM][0], given[Mahalanobis][0], given[Temperature][0]
+    wanted = {GMM: [hidden], Mahalanobis: [maps, hidden], ZhengHong: [hidden, logits], Temperature: [logits]}
+    for kind in kinds:
+        assert all(one is other for one, other in zip(given[kind], wanted[kind], strict=True))
+    for tensor, name in ((hidden, "hidden"), (maps, "maps"), (logits, None)):
+        torch.testing.assert_close(tensor, Encoder(network, name)(x).detach())
+
+
+def test_one_layer_with_two_poolings_is_kept_as_both() -> None:
+    network, data = trained_net(), in_batches(squares(40))
+    together = [Mahalanobis(Encoder(network, "maps", pool=pool)) for pool in ("mean", "flatten")]
+    fit_all(together, data)
+    for detector in together:
+        assert_same_state(detector, Mahalanobis(detector.encoder).fit(data))
+
+
 def test_detectors_that_need_no_fitting_read_nothing() -> None:
     def stream() -> Iterator[Tensor]:
         raise AssertionError("the data was read")
@@ -229,13 +263,13 @@ def test_a_learner_takes_images_without_labels() -> None:
 # The cache
 
 
-def test_a_second_fit_on_the_same_data_runs_no_network(tmp_path: Path) -> None:
+def test_a_second_fit_on_the_same_data_runs_the_network_on_a_few_images_only(tmp_path: Path) -> None:
     network, other, data = trained_net(), trained_net(7), squares(60)
     first, second = several(network, other), several(deepcopy(network), deepcopy(other))
     fit_all(first, data, cache=tmp_path)
     calls = [counted(part.model) for detector in second for part in detector.modules() if isinstance(part, Encoder)]
     fit_all(second, DataLoader(TensorDataset(*data), batch_size=16), cache=tmp_path)
-    assert len(calls) > 5 and not any(calls)
+    assert len(calls) > 5 and {size for part in calls for size in part} == {features.FIRST}
     for detector, wanted in zip(second, first, strict=True):
         assert_same_state(detector, wanted)
 
@@ -261,10 +295,11 @@ def test_only_what_is_not_known_is_encoded(tmp_path: Path) -> None:
     calls = counted(network)
     known = [Mahalanobis(network, layers="hidden"), RelativeMahalanobis(network, layers="hidden")]
     fit_all(known, data, cache=tmp_path)
-    assert calls == []
+    assert calls == [features.FIRST]
+    calls.clear()
     new = RelativeMahalanobis(network, layers="maps")
     fit_all([*known, new], data, cache=tmp_path)
-    assert calls == [60]
+    assert calls == [features.FIRST, 60]
     assert_same_state(new, RelativeMahalanobis(network, layers="maps").fit(data))
     assert_same_state(known[1], RelativeMahalanobis(network, layers="hidden").fit(data))
 
@@ -314,7 +349,7 @@ def test_other_labels_of_the_same_images_are_learnt_from_the_cache(tmp_path: Pat
     Mahalanobis(network, layers="hidden").fit((x, y), cache=tmp_path)
     calls = counted(network)
     detector = Mahalanobis(network, layers="hidden").fit((x, (y > 0).long()), cache=tmp_path)
-    assert calls == []
+    assert calls == [features.FIRST]
     assert_same_state(detector, Mahalanobis(network, layers="hidden").fit((x, (y > 0).long())))
 
 
@@ -337,7 +372,7 @@ def test_latents_in_a_damaged_file_are_made_again(kept: int, tmp_path: Path) -> 
     assert_same_state(Mahalanobis(network).fit(data, cache=tmp_path), wanted)
     assert calls == [60] and path.read_bytes() == whole
     assert_same_state(Mahalanobis(network).fit(data, cache=tmp_path), wanted)
-    assert calls == [60]
+    assert calls == [60, features.FIRST]
 
 
 class Reordered:
@@ -377,6 +412,70 @@ def test_latents_of_a_loader_that_shuffles_are_not_kept(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+class Scaled(nn.Module):
+    """A network with a number and a function that are no part of its weights or of how it is shown."""
+
+    def __init__(self, factor: float = 1.0, activation: Callable[[Tensor], Tensor] = torch.tanh) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.factor, self.activation = nn.Linear(36, 4), factor, activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.factor * self.activation(self.layer(x.flatten(1)))
+
+
+@pytest.mark.parametrize("other", [Scaled(factor=1.1), Scaled(activation=torch.relu)], ids=["number", "function"])
+@pytest.mark.parametrize("batch", [1, 60])
+def test_what_a_network_made_that_only_looks_the_same_is_made_anew(
+    other: nn.Module, batch: int, tmp_path: Path
+) -> None:
+    data = in_batches(squares(60), batch)
+    first = Mahalanobis(Scaled()).fit(data, cache=tmp_path)
+    assert features.network_hash(other) == features.network_hash(Scaled())
+    with pytest.warns(UserWarning, match=r"holds what another network made of the images; it is made anew"):
+        detector = Mahalanobis(other).fit(data, cache=tmp_path)
+    assert_same_state(detector, Mahalanobis(other).fit(data))
+    assert not torch.equal(detector.scores(squares(5)[0]), first.scores(squares(5)[0]))
+    calls = counted(other)
+    assert_same_state(Mahalanobis(other).fit(data, cache=tmp_path), detector)
+    assert sum(calls) == features.FIRST
+
+
+# Arguments that are none
+
+
+def test_one_detector_is_not_a_list_of_them() -> None:
+    network = trained_net()
+    with pytest.raises(ValueError, match=r"^detectors must be a list of them, got one MSP; put it in brackets$"):
+        fit_all(MSP(network), squares(9))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^detectors must be a list of them, got str$"):
+        fit_all("gmm", squares(9))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^detectors must be a list of them, and one of it is a SmallNet$"):
+        fit_all([MSP(network), network], squares(9))  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.5, "16", True])
+def test_a_batch_of_no_size_is_refused_before_anything_is_forgotten(size: int) -> None:
+    detector = Mahalanobis(trained_net()).fit(squares(60))
+    with pytest.raises(ValueError, match=f"^batch_size must be a whole number of at least 1, got {size!r}$"):
+        fit_all([detector], squares(9), batch_size=size)
+    assert detector.fitted
+    with pytest.raises(ValueError, match=r"^batch_size must be a whole number of at least 1"):
+        detector.scores(squares(9)[0], batch_size=size)
+
+
+def test_a_cache_that_cannot_be_a_folder_is_refused_before_anything_is_computed(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    detector = Mahalanobis(network := trained_net()).fit(squares(60))
+    calls = counted(network)
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ValueError, match=f"^cache must be a folder, and {folder} cannot be one: "):
+            detector.fit(squares(60), cache=folder)
+    with pytest.raises(ValueError, match=r"^cache must be the path of a folder, got 3$"):
+        detector.fit(squares(60), cache=3)  # type: ignore[arg-type]
+    assert not calls and detector.fitted
+
+
 # Memory
 
 MEASURE = """
@@ -384,22 +483,43 @@ import re, sys
 from pathlib import Path
 import torch
 from torch import nn
-from gatecrash import features
-from gatecrash.detectors import Mahalanobis, RelativeMahalanobis, distance, fit_all
+from gatecrash import features, mixture
+from gatecrash.detectors import GMM, Mahalanobis, RelativeMahalanobis, Temperature, ZhengHong, distance, fit_all
 from gatecrash.encoder import Encoder
 
 features.ROWS //= 32
 distance.CHUNK //= 32
+mixture.cells = lambda device: 1 << 17
 torch.set_num_threads(1)
 torch.manual_seed(0)
-network = nn.Sequential(nn.Flatten(), nn.Linear(4, 512), nn.Tanh())
-detectors = [Mahalanobis(Encoder(network)), RelativeMahalanobis(Encoder(network))]
+
+class Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.features = nn.Sequential(nn.Flatten(), nn.Linear(4, 512), nn.Tanh())
+        self.left, self.right, self.head = nn.Identity(), nn.Identity(), nn.Linear(512, 10)
+        with torch.no_grad():
+            self.head.bias[0] += 9  # nearly all images are of one class
+
+    def forward(self, x):
+        z = self.features(x)
+        return self.head(torch.cat([self.left(z[:, :256]), self.right(z[:, 256:])], dim=1))
+
+network = Network().eval()
+one, two, logits = Encoder(network, "features"), Encoder(network, ["left", "right"]), Encoder(network)
+few = {"components": 5, "steps": 2}
+detectors = {
+    "distances": [Mahalanobis(one), RelativeMahalanobis(one)],
+    "a mixture of two layers": [GMM(two, **few)],
+    "mixtures of classes": [ZhengHong(one, **few)],
+    "all": [GMM(one, **few), Mahalanobis(one), RelativeMahalanobis(one), ZhengHong(one, **few), Temperature(logits)],
+}[sys.argv[1]]
 
 def stream(count):
     for start in range(0, count, 256):
         yield torch.rand(min(256, count - start), 1, 2, 2), torch.arange(min(256, count - start)) % 10
 
-for count in map(int, sys.argv[1:]):
+for count in map(int, sys.argv[2:]):
     fit_all(detectors, stream(count))
     # The most that was ever resident; getrusage would count what the process that started this one had.
     print(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
@@ -407,9 +527,10 @@ for count in map(int, sys.argv[1:]):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_half_a_million_features_fit_in_two_gibibytes() -> None:
+@pytest.mark.parametrize("which", ["distances", "a mixture of two layers", "mixtures of classes", "all"])
+def test_half_a_million_features_fit_in_two_gibibytes(which: str) -> None:
     few, many, all_of_them = 5_000, 12_000, 500_000
-    command = [sys.executable, "-c", MEASURE, str(few), str(many)]
+    command = [sys.executable, "-c", MEASURE, which, str(few), str(many)]
     exact = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # every tensor goes back when it is freed
     output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120, env=exact).stdout
     with_few, with_many = (int(line) * 1024 for line in output.split())

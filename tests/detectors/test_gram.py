@@ -455,6 +455,12 @@ def test_powers_that_are_none_are_refused(powers: int) -> None:
         Gram(trained_net(), layers="maps", powers=powers)
 
 
+@pytest.mark.parametrize("entries", ["yes", 1, None])
+def test_entries_are_a_switch(entries: bool) -> None:
+    with pytest.raises(ValueError, match=f"^entries must be True or False, got {entries!r}$"):
+        Gram(trained_net(), layers="maps", entries=entries)
+
+
 def test_a_layer_that_does_not_exist_is_an_error_that_offers_the_nearest() -> None:
     with pytest.raises(ValueError, match="did you mean 'maps'"):
         Gram(trained_net(), layers="map")

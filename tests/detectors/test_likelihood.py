@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -104,7 +105,52 @@ def test_a_file_is_written_anew_for_every_image_in_whatever_precision() -> None:
     assert torch.equal(png_bits(nudged.clamp(0, 1)), png_bits(x))
 
 
+def test_half_a_grey_level_is_rounded_alike_in_every_precision() -> None:
+    ramp = ((torch.arange(252) + 0.5) / 255).view(1, 1, 14, 18)
+    torch.testing.assert_close(png_bits(ramp.double()).float(), png_bits(ramp))
+
+
 # Bundles and mistakes
+
+
+@pytest.mark.parametrize("kind", [GlowLikelihood, InputComplexity])
+def test_a_detector_without_an_encoder_is_loaded_without_one(
+    kind: type[GlowLikelihood], bundle: str, tmp_path: Path
+) -> None:
+    detector, x = kind(bundle=bundle), smooth(4, 1)
+    detector.save(tmp_path / "saved.safetensors")
+    for again in (
+        kind.load(tmp_path / "saved.safetensors"),
+        kind.load(tmp_path / "saved.safetensors", None),
+        Detector.load(tmp_path / "saved.safetensors", []),
+    ):
+        assert again.encoder is None
+        assert torch.equal(again.scores(x), detector.scores(x))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": "small"}, "model must be a mapping of preset, levels, .*, got 'small'"),
+        ({"model": 5}, "model must be a mapping of preset"),
+        ({"model": {"foo": 1}}, "model: unknown option 'foo'; known: preset, levels, steps, hidden"),
+        ({"training": {"foo": 1}}, "training: unknown option 'foo'; known: epochs, batch_size"),
+        ({"training": [1]}, r"training must be a mapping of epochs, .*, got \[1\]"),
+        ({"training": {"lr": "fast"}}, "training: lr must be a number, got 'fast'"),
+        ({"bundle": 5}, "bundle must be the name of a folder, got 5"),
+    ],
+)
+def test_what_is_wrong_in_a_plan_is_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GlowLikelihood(**options)
+
+
+def test_a_size_that_is_none_is_named_and_a_training_that_diverges_says_so() -> None:
+    with pytest.raises(ValueError, match="steps must be a whole number of at least 1, got 'many'"):
+        GlowLikelihood(model={"steps": "many"}).fit(smooth(8, 0))
+    training = {"lr": 1_000_000, "clip": None, "epochs": 1}
+    with pytest.raises(ValueError, match=r"(the training of glow diverged|is not finite|is nan|is inf).*smaller lr"):
+        GlowLikelihood(model={"steps": 1, "hidden": 4}, training=training).fit(smooth(64, 0))
 
 
 def test_a_bundle_needs_no_training_and_no_inliers(bundle: str) -> None:

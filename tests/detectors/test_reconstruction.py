@@ -208,7 +208,7 @@ def test_a_fit_that_was_killed_goes_on_to_the_same_weights(tmp_path: Path, monke
         autoencoder(**options, checkpoints=str(tmp_path)).fit(x)
     calls = 100
     resumed = autoencoder(**options, checkpoints=str(tmp_path)).fit(x)
-    assert calls == 100 + 6  # two epochs of three batches were left
+    assert calls == 100 + 6 + 1  # two epochs of three batches were left, and a look at what came of them
     assert torch.equal(resumed(blank(4)), whole(blank(4)))
 
 
@@ -332,14 +332,16 @@ def test_options_that_are_none_are_refused(kind: Any) -> None:
     for options, message in (
         ({"distance": "cosine"}, "distance must be one of l1, l2, lp, mahalanobis, got 'cosine'"),
         ({"distance": "lp", "p": 0.5}, "p must be at least 1 and finite, got 0.5"),
-        ({"rank": 0}, "rank must be at least 1, got 0"),
+        ({"rank": 0}, "rank must be a whole number of at least 1, got 0"),
+        ({"rank": "x"}, "rank must be a whole number of at least 1, got 'x'"),
+        ({"distance": "lp", "p": "x"}, "p must be a number, got 'x'"),
         ({"training": {"epoch": 3}}, "training: .*epoch"),
         ({"bundle": "nowhere", "model": None}, "nowhere is no bundle of a density"),
     ):
         with pytest.raises(ValueError, match=message):
             kind(**options)
-    with pytest.raises(ValueError, match=r"model: .*depth"):
-        kind(model={"depth": 3}).fit(squares(10))
+    with pytest.raises(ValueError, match="model: unknown option 'depth'; did you mean 'width'"):
+        kind(model={"depth": 3})
 
 
 def test_latent_detectors_that_do_not_suit_are_refused() -> None:

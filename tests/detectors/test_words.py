@@ -10,13 +10,13 @@ from shutil import copytree
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import interpolate
 
 from gatecrash.attacks import admit, evict
 from gatecrash.ball import Linf
 from gatecrash.detectors import Detector, Mahalanobis, ScoreEnsemble, build
 from gatecrash.detectors.words import MCM, CLIPZeroShot, clip_encoder
 from gatecrash.encoder import Encoder
-from gatecrash.images import resized
 from gatecrash.networks.clip import load_clip
 from small_clip import MEAN, SIZE, STD, colours, write_clip
 from small_models import trained_net
@@ -48,7 +48,9 @@ def reference_logits(folder: Path, x: Tensor, words: list[str], prompt: str) -> 
 
     model, tokenizer = CLIPModel.from_pretrained(folder).eval(), CLIPTokenizer.from_pretrained(folder)
     mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (MEAN, STD))
-    pixels = (resized(x, SIZE) - mean) / std
+    for size in ((x.shape[2], SIZE), (SIZE, SIZE)):
+        x = interpolate(x, size=size, mode="bicubic", align_corners=False, antialias=True).clamp(0, 1)
+    pixels = (x - mean) / std
     with torch.no_grad():
         return [
             [
@@ -151,8 +153,8 @@ def test_no_score_has_a_gradient_at_another_image(make: Maker, encoder: Encoder)
 def test_an_attack_is_led_by_the_gradient(make: Maker, encoder: Encoder) -> None:
     detector, x = make(encoder), colours(3)
     clean = detector.scores(x)
-    assert (admit(detector, x, Linf(0.02), steps=3).score < clean).all()
-    assert (evict(detector, x, Linf(0.02), steps=3).score > clean).all()
+    assert (admit(detector, x, Linf(0.002), steps=10).score < clean).all()
+    assert (evict(detector, x, Linf(0.002), steps=10).score > clean).all()
 
 
 # What the contract says besides
@@ -196,7 +198,7 @@ def test_a_network_in_train_mode_stays_there_and_drops_nothing(make: Maker, fold
 
 @each
 def test_a_network_in_half_precision_scores_in_float32(make: Maker, folder: Path, encoder: Encoder) -> None:
-    half = make(Encoder(load_clip(folder).bfloat16(), None, MEAN, STD, SIZE))
+    half = make(Encoder(load_clip(folder).bfloat16(), None, MEAN, STD))
     x = colours(3)
     assert half.encode(x).dtype == torch.float32
     plain = make(encoder).scores(x)
@@ -273,6 +275,15 @@ def test_a_network_that_knows_no_words_is_refused(make: Maker) -> None:
 def test_words_that_are_none_are_refused(encoder: Encoder, options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         CLIPZeroShot(encoder, **({"inside": INSIDE, "outside": OUTSIDE} | options))
+
+
+def test_words_that_are_left_out_are_asked_for(encoder: Encoder) -> None:
+    with pytest.raises(ValueError, match=r"^inside must hold at least 1 word, got 0$"):
+        CLIPZeroShot(encoder)
+    with pytest.raises(ValueError, match=r"^outside must hold at least 1 word, got 0$"):
+        CLIPZeroShot(encoder, inside=INSIDE)
+    with pytest.raises(ValueError, match=r"^inside must hold at least 2 words, got 0$"):
+        MCM(encoder)
 
 
 def test_one_word_tells_mcm_nothing(encoder: Encoder) -> None:

@@ -113,6 +113,11 @@ def test_frozen_parameters_stay() -> None:
     [
         ({"epochs": 0}, "epochs must be at least 1, got 0"),
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"epochs": "three"}, "epochs must be a whole number, got 'three'"),
+        ({"batch_size": 2.5}, "batch_size must be a whole number, got 2.5"),
+        ({"lr": "1e-3"}, "lr must be a number, got '1e-3'"),
+        ({"clip": "none"}, "clip must be a number, got 'none'"),
+        ({"momentum": None}, "momentum must be a number, got None"),
         ({"lr": 0.0}, "lr must be positive, got 0"),
         ({"lr": math.inf}, "lr must be positive, got inf"),
         ({"ema": 1.0}, "ema must be between 0 and 1, got 1"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,12 @@ from small_harden import ALOE, OPTIONS, small_harden, write_images, written
 from gatecrash import cli
 from gatecrash.audit.plan import parse_plan
 from gatecrash.data import load_source
+from gatecrash.fitting import Material, fit
 from gatecrash.harden import EXAMPLES, HardenPlan, example_text
 from gatecrash.harden.methods import METHODS
+from gatecrash.harden.rehearsal import rehearse_method
+from gatecrash.harden.run import job_of_harden, made_step, recipe_of
+from gatecrash.training import Prepared
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -214,7 +219,7 @@ def test_an_empty_folder_of_the_users_stays(gatecrash: Command, tmp_path: Path) 
         (("plan.yaml", "--out", "full"), "full holds other files and no run"),
         (("plan.yaml", "--out", "full", "--resume"), "full holds other files and no run"),
         (("plan.yaml", "--out", "file/run"), "Not a directory"),
-        (("--example", "dmo"), "there is no example 'dmo'; there are demo, cifar10"),
+        (("--example", "dmo"), "there is no example 'dmo'; there are demo, jem, ccu, confident, cifar10"),
         (("plan.yaml", "--reusme"), "No such option"),
     ],
 )  # fmt: skip
@@ -283,11 +288,32 @@ def test_examples_are_plans(gatecrash: Command, name: str) -> None:
     code, out, _ = gatecrash("harden", "--example", name)
     assert code == 0 and out.rstrip("\n") == example_text(name).rstrip("\n")
     plan = parse_plan(out, name, HardenPlan)
-    eps = {"demo": 8 / 255, "cifar10": 1 / 255}[name]
+    eps = 1 / 255 if name == "cifar10" else 8 / 255
     attacked = [method for method in plan.methods if method.eps is not None]
-    assert attacked[-1].name == "aloe" and all(method.eps == pytest.approx(eps) for method in attacked)
+    last = name if name in METHODS else "aloe"
+    assert plan.methods[-1].name == last and all(method.eps == pytest.approx(eps) for method in attacked)
     assert plan.methods[0].name == "ce" and plan.evaluation.eps == pytest.approx(eps) and plan.evaluation.steps == 10
     assert (plan.evaluation.pgd_eps, plan.evaluation.pgd_steps) == (pytest.approx(1 / 255), 10)
+
+
+@pytest.mark.parametrize("name", ["jem", "confident"])
+def test_examples_of_generative_models_pass_the_rehearsal_and_are_small(name: str) -> None:
+    plan = parse_plan(example_text(name), name, HardenPlan)
+    job = job_of_harden(plan, Path(), torch.device("cpu"))
+    rehearse_method(job, plan.methods[-1])
+    assert len(job.train) == 6000 and sum(part.numel() for part in job.network().model.parameters()) < 100_000
+
+
+def test_the_joint_energy_based_example_has_no_batch_norm_and_learns_without_its_loss_running_away() -> None:
+    plan = parse_plan(example_text("jem"), "jem", HardenPlan)
+    job = job_of_harden(plan, Path(), torch.device("cpu"))
+    encoder, method = job.network(), plan.methods[-1]
+    assert not any(isinstance(part, torch.nn.BatchNorm2d) for part in encoder.modules())
+    y, recipe = job.train.y, replace(recipe_of(job), epochs=3)
+    assert y is not None
+    history = fit(Prepared(encoder), made_step(job, method, encoder), Material(job.train.x[:256], y[:256]), recipe)
+    assert all(abs(row["loss"]) < 5 for row in history)
+    assert history[-1]["accuracy"] > history[0]["accuracy"]
 
 
 def test_the_resolved_plan_is_a_plan(gatecrash: Command, tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ OPTIONS_OF: dict[str, dict[str, Any]] = {
     "temporal_ensembling": {"labels_per_class": 1, "ramp": 2},
     "jem": {"steps": 2, "buffer": 20},
     "ccu": {"components": 2},
+    "confident": {"width": 4, "weight": 0.5},
 }
 STILL = {"lr": 1e-30, "weight_decay": 0, "momentum": 0}
 
@@ -138,7 +139,9 @@ def test_an_audit_takes_the_mixtures_that_were_trained_with_a_network(
 
 
 def test_the_generator_of_a_confident_classifier_is_kept(every_method: Path) -> None:
-    made = gan_samples(load_generator(every_method / "confident"), 3)
+    generator = load_generator(every_method / "confident")
+    assert generator[0].weight.shape[1] == 4 * OPTIONS_OF["confident"]["width"]
+    made = gan_samples(generator, 3)
     assert made.shape == (3, 1, 32, 32)
     assert not torch.equal(made[0], made[1])
 

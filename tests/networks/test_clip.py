@@ -13,10 +13,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn.functional import interpolate
 
 from gatecrash.networks import clip as clip_module
 from gatecrash.networks import hash_of
-from gatecrash.networks.clip import ClipImages, Preprocessing, load_clip, read_preprocessing, unit
+from gatecrash.networks.clip import (
+    ClipImages,
+    Framing,
+    Preprocessing,
+    load_clip,
+    read_framing,
+    read_preprocessing,
+    unit,
+)
 from small_clip import MEAN, SIZE, STD, colours, write_clip
 
 TEXTS = ["a photo of a cat", "dog", "a drawing of a ship, seen from 日本"]
@@ -57,7 +66,8 @@ def test_embeddings_and_logits_are_those_of_transformers(folder: Path) -> None:
 def test_the_network_is_in_eval_mode_and_knows_its_preprocessing(folder: Path) -> None:
     network = load_clip(str(folder))
     assert not any(module.training for module in network.modules())
-    assert (network.mean, network.std, network.size) == read_preprocessing(folder) == Preprocessing(MEAN, STD, SIZE)
+    assert (network.mean, network.std, network.size) == read_preprocessing(folder) == Preprocessing(MEAN, STD)
+    assert network.framing == read_framing(folder) == Framing(SIZE, SIZE, "bicubic")
 
 
 def test_a_text_is_embedded_once_and_alone_as_among_others(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,18 +142,86 @@ def test_the_files_of_a_whole_processor_are_read_too(own: Path) -> None:
     images = CLIPImageProcessor(image_mean=MEAN, image_std=STD, **size)
     CLIPProcessor(images, CLIPTokenizer.from_pretrained(own)).save_pretrained(own)
     network = load_clip(own)
-    assert (network.mean, network.size) == (MEAN, SIZE)
+    assert (network.mean, network.framing) == (MEAN, Framing(SIZE, SIZE, "bicubic"))
 
 
 @pytest.mark.parametrize("size", [SIZE, {"shortest_edge": SIZE}, {"height": SIZE, "width": SIZE}], ids=str)
 def test_a_size_may_be_written_in_three_ways(own: Path, size: object) -> None:
     change(own / "preprocessor_config.json", crop_size=size)
-    assert read_preprocessing(own).size == SIZE
+    assert read_framing(own) == Framing(SIZE, SIZE, "bicubic")
+
+
+@pytest.mark.parametrize(
+    ("about", "framing"),
+    [
+        ({"size": 20}, Framing(20, SIZE, "bicubic")),
+        ({"size": {"height": 20, "width": 24}}, Framing((20, 24), SIZE, "bicubic")),
+        ({"resample": 2}, Framing(SIZE, SIZE, "bilinear")),
+        ({"resample": 3, "do_center_crop": False}, Framing(SIZE, None, "bicubic")),
+        ({"do_resize": False}, Framing(None, SIZE, "bicubic")),
+    ],
+    ids=str,
+)
+def test_resize_and_crop_are_read(own: Path, about: dict[str, object], framing: Framing) -> None:
+    change(own / "preprocessor_config.json", **about)
+    assert read_framing(own) == framing
+
+
+SHAPES = [(40, 40), (16, 16), (10, 10), (40, 81), (97, 33), (16, 23), (9, 31)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    "about",
+    [
+        {},
+        {"resample": 2},
+        {"size": {"shortest_edge": 21}},
+        {"size": {"height": 16, "width": 16}, "do_center_crop": False},
+        {"size": {"height": 19, "width": 24}},
+    ],
+    ids=str,
+)
+def test_images_are_framed_as_transformers_frames_them(
+    own: Path, shape: tuple[int, int], about: dict[str, object]
+) -> None:
+    from transformers import CLIPImageProcessor
+
+    change(own / "preprocessor_config.json", **about)
+    network, x = load_clip(own), pictures(shape)
+    mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (MEAN, STD))
+    found = network.framed((x.float() / 255 - mean) / std)
+    wanted = CLIPImageProcessor.from_pretrained(own)(list(x), return_tensors="pt")["pixel_values"]
+    assert found.shape == wanted.shape == (2, 3, SIZE, SIZE)
+    # transformers rounds to a grey level after each of the two directions.
+    assert float(((found - wanted) * std * 255).abs().amax()) < 1.6
+
+
+def pictures(shape: tuple[int, int]) -> Tensor:
+    """One smooth image and one with edges from black to white, which a bicubic resize overshoots, uint8."""
+    generator = torch.Generator().manual_seed(0)
+    smooth = interpolate(torch.rand(1, 3, 4, 4, generator=generator), size=shape, mode="bilinear")
+    edges = interpolate((torch.rand(1, 3, 5, 5, generator=generator) > 0.5).float(), size=shape)
+    return (torch.cat([smooth, edges]) * 255).round().byte()
+
+
+def test_the_gradient_goes_through_resize_and_crop(own: Path) -> None:
+    change(own / "preprocessor_config.json", size={"shortest_edge": 17})
+    network = load_clip(own).double()
+    x = 0.5 * colours(1, 9, dtype=torch.float64)[..., :7]
+    assert torch.autograd.gradcheck(network.framed, x.requires_grad_())
+    assert torch.autograd.gradcheck(network, x)
+
+
+def test_images_smaller_than_the_crop_are_refused(own: Path) -> None:
+    change(own / "preprocessor_config.json", do_resize=False)
+    with pytest.raises(ValueError, match="images of 9×9 have no middle of 16×16"):
+        load_clip(own)(colours(1, 9))
 
 
 def test_images_that_are_not_to_be_normalised_are_left_as_they_are(own: Path) -> None:
     change(own / "preprocessor_config.json", do_normalize=False)
-    assert read_preprocessing(own) == Preprocessing((0.0, 0.0, 0.0), (1.0, 1.0, 1.0), SIZE)
+    assert read_preprocessing(own) == Preprocessing((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
 
 
 def test_a_text_that_is_too_long_is_named(folder: Path) -> None:
@@ -186,7 +264,7 @@ def test_a_file_that_is_missing_is_named(own: Path, name: str, message: str) -> 
         ("config.json", "{", "config.json is not JSON"),
         ("config.json", "[]", "must hold a JSON object, got list"),
         ("config.json", '{"model_type": "vit"}', "holds a model of type 'vit', not 'clip'"),
-        ("preprocessor_config.json", "{}", "does not say image_mean, image_std and a square crop_size: 'image_mean'"),
+        ("preprocessor_config.json", "{}", "does not say image_mean and image_std of three channels: 'image_mean'"),
         ("model.safetensors", "garbage", "the CLIP in .* cannot be loaded: "),
         ("vocab.json", "garbage", "the CLIP in .* cannot be loaded: "),
     ],
@@ -199,18 +277,28 @@ def test_a_file_that_is_no_such_thing_is_named(own: Path, name: str, content: st
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [{"crop_size": {"height": 16, "width": 8}}, {"image_mean": [0.5]}, {"image_std": None}, {"crop_size": "big"}],
+    ("wrong", "message"),
+    [
+        ({"image_mean": [0.5]}, "does not say image_mean and image_std of three channels: got 1 and 3"),
+        ({"image_std": None}, "does not say image_mean and image_std of three channels"),
+        ({"crop_size": {"height": 16, "width": 8}}, "does not say size and a square crop_size: got size"),
+        ({"crop_size": "big"}, "does not say size and a square crop_size: got size big"),
+        ({"size": {"longest_edge": 16}}, "does not say size and a square crop_size: got size"),
+        ({"size": None}, "does not say size and a square crop_size: got size None"),
+        ({"size": 12}, "has a crop_size of 16, which is larger than its size of 12"),
+        ({"resample": 1}, r"has resample 1; bilinear \(2\) and bicubic \(3\) can be done"),
+        ({"resample": "bicubic"}, "has resample 'bicubic'"),
+    ],
     ids=str,
 )
-def test_preprocessing_that_is_none_is_named(own: Path, wrong: dict[str, object]) -> None:
+def test_preprocessing_that_is_none_is_named(own: Path, wrong: dict[str, object], message: str) -> None:
     change(own / "preprocessor_config.json", **wrong)
-    with pytest.raises(ValueError, match=r"preprocessor_config.json does not say image_mean, image_std and a square"):
+    with pytest.raises(ValueError, match=f"preprocessor_config.json {message}"):
         load_clip(own)
 
 
 def test_a_size_that_the_network_does_not_take_is_named(own: Path) -> None:
-    change(own / "preprocessor_config.json", crop_size=24)
+    change(own / "preprocessor_config.json", crop_size=24, size=24)
     with pytest.raises(ValueError, match=r"have 24 pixels a side, its network takes 16"):
         load_clip(own)
 

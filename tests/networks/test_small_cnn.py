@@ -47,6 +47,14 @@ def test_the_parameters_are_those_of_the_layers() -> None:
     assert sum(parameter.numel() for parameter in SmallCNN().parameters()) == convolutions + norms + linear
 
 
+def test_without_norms_it_is_the_same_in_both_modes_and_its_units_leak() -> None:
+    model, x = SmallCNN(norm="none"), torch.rand(4, 1, 56, 56)
+    assert torch.equal(model.train()(x), model.eval()(x))
+    assert bool((model.conv1(x) < 0).any())
+    with pytest.raises(ValueError, match="norm must be 'batch' or 'none', got 'layer'"):
+        SmallCNN(norm="layer")  # type: ignore[arg-type]
+
+
 def test_the_latent_is_what_the_head_reads() -> None:
     encoder, x = Encoder(SmallCNN().eval()), torch.rand(3, 1, 56, 56)
     head, latent = encoder.head, single(encoder.at("latent")(x))

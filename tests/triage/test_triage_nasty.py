@@ -14,9 +14,10 @@ from torch import Tensor, nn
 import gatecrash as gate
 from gatecrash.bundle import Bundle
 from gatecrash.data import ImageSet
-from gatecrash.detectors import GMM, MSP, Card, Detector, Energy, Mahalanobis, ScoreEnsemble, Temperature
+from gatecrash.detectors import GMM, MCM, MSP, Card, Detector, Energy, Mahalanobis, ScoreEnsemble, Temperature
 from gatecrash.encoder import Encoder
 from gatecrash.protocols import Latent, leaves
+from small_clip import WordedNet
 from small_models import Affine, blank, fragile_net, one_thread, squares, trained_net  # noqa: F401
 
 
@@ -82,6 +83,35 @@ def poisoned() -> nn.Module:
         ({"repeats": 0}, "repeats must be at least 1, got 0"),
         ({"folds": 1}, "folds must be at least 2, got 1"),
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"repeats": 2.5}, "repeats must be a whole number, got 2.5"),
+        ({"repeats": "2"}, "repeats must be a whole number, got '2'"),
+        ({"folds": 2.5}, "folds must be a whole number, got 2.5"),
+        ({"seed": "a"}, "seed must be a whole number, got 'a'"),
+        ({"seed": -1}, "seed must be at least 0, got -1"),
+        ({"seed": 2**62}, r"seed must be less than 2\^62"),
+        ({"batch_size": 1.5}, "batch_size must be a whole number, got 1.5"),
+        ({"batch_size": True}, "batch_size must be a whole number, got True"),
+        ({"fooled_only": "no"}, "fooled_only must be True or False, got 'no'"),
+        ({"resume": 1}, "resume must be True or False, got 1"),
+        ({"out": None}, "out must be the path of the bundle's folder, got None"),
+        ({"out": ""}, "out must be the path of the bundle's folder, got ''"),
+        ({"outliers": [blank(3)]}, 'outliers must be sets of images by name, {"noise": images}, got a list'),
+        ({"outliers": blank(3)}, "outliers must be sets of images by name, .*, got a Tensor"),
+        ({"outliers": {3: blank(3)}}, "outliers must be sets of images by name"),
+        ({"classifier": trained_net()}, "classifier must be an Encoder, got a SmallNet; wrap it"),
+        ({"classifier": "resnet18"}, "classifier must be an Encoder, got 'resnet18'"),
+        ({"detectors": "gmm"}, r"detectors must be detectors such as MSP\(encoder\), got 'gmm'"),
+        ({"detectors": ["gmm"]}, r"detectors must be detectors such as MSP\(encoder\), got 'gmm'"),
+        ({"detectors": {"a": "gmm"}}, r"detectors must be detectors such as MSP\(encoder\), got 'gmm'"),
+        ({"detectors": trained_net()}, r"detectors must be detectors such as MSP\(encoder\), got a SmallNet"),
+        ({"detectors": {3: MSP(trained_net())}}, "detectors: the name of one must be a string, got 3"),
+        ({"adversarial": "fgsm"}, "adversarial must be a list of attacks such as .*, got 'fgsm'"),
+        ({"adversarial": ["fgsm"]}, "adversarial must be a list of attacks such as .*, and one of it is 'fgsm'"),
+        ({"adversarial": None}, "adversarial must be a list of attacks such as .*, got None"),
+        ({"adversarial": [{"name": "fgsm", "epz": 0.1}]}, "adversarial: unknown key 'epz'; did you mean 'eps'"),
+        ({"purify": [0.1]}, "purify must be True or a grid such as .*, got a list"),
+        ({"purify": "yes"}, "purify must be True or a grid such as .*, got 'yes'"),
+        ({"purify": True, "detectors": msp()}, "purify needs a detector of features: name one, or add a GMM"),
         ({"adversarial": {"name": "fgsm", "eps": 0.1}}, "adversarial must be a list of attacks"),
         ({"adversarial": [{"name": "fgsm"}]}, "adversarial: eps is missing"),
         ({"adversarial": [{"name": "fgsm", "eps": 0.1, "spets": 3}]}, "adversarial: unknown key 'spets'.*'steps'"),
@@ -103,9 +133,28 @@ def test_a_mistake_is_one_line_and_leaves_nothing_behind(tmp_path: Path, changes
         "adversarial": [{"name": "fgsm", "eps": 0.1}, {"name": "bim", "norm": "l2", "eps": 0.8}],
     }  # fmt: skip
     with pytest.raises(ValueError, match=message) as caught:
-        gate.triage(detectors, **given | options, out=tmp_path / "run")
+        gate.triage(detectors, **{"out": tmp_path / "run"} | given | options)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_clip_is_no_classifier(tmp_path: Path) -> None:
+    network = WordedNet(trained_net())
+    detector = MCM(Encoder(network), inside=network.corners, prompt="{}")
+    with pytest.raises(ValueError, match=r"^a triage needs a classifier, and a CLIP gives embeddings of images, not"):
+        gate.triage(detector, mislabelled(), out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    beside = gate.triage(detector, mislabelled(), classifier=Encoder(network.network), out=tmp_path / "run")
+    assert row_of(beside, "mcm", "mistakes")["auroc"] > 0
+
+
+@pytest.mark.usefixtures("no_report")
+def test_purification_is_switched_on_and_off_as_in_a_plan(tmp_path: Path) -> None:
+    def purified(name: str, purify: object) -> list[Any]:
+        return list(small_triage(tmp_path / name, adversarial=[], repeats=1, purify=purify)[0]["purified"])
+
+    assert purified("on", True) == purified("grid", {}) != []
+    assert purified("off", False) == []
 
 
 def test_logits_that_turn_to_nan_for_some_images_are_noticed_though_no_detector_reads_them(tmp_path: Path) -> None:

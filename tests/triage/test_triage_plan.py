@@ -19,6 +19,7 @@ from gatecrash import cli
 from gatecrash.audit.plan import parse_plan, plan_text, read_plan
 from gatecrash.bundle import Bundle
 from gatecrash.triage import EXAMPLES, TriagePlan, example_text, triage_plan
+from small_clip import write_clip
 from small_models import one_thread  # noqa: F401
 
 Command = Callable[..., tuple[int, str, str]]
@@ -157,6 +158,16 @@ def test_a_device_that_is_not_there_is_refused(gatecrash: Command, tmp_path: Pat
     assert "device must be auto, cpu, cuda or mps" in refused(gatecrash, tmp_path, triage_of(), "--device", "tpu")
     if not torch.cuda.is_available():
         assert "this machine has none" in refused(gatecrash, tmp_path, triage_of(), "--device", "cuda")
+
+
+def test_a_clip_is_refused_in_one_line(gatecrash: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_clip(tmp_path / "small")
+    capsys.readouterr()  # transformers says that it writes
+    words = [{"name": "mcm", "inside": ["cat", "dog"]}]
+    plan = triage_of(model={"name": "clip:small"}, detectors=words, adversarial=[])
+    assert "a triage needs a classifier, and a CLIP gives embeddings of images" in refused(gatecrash, tmp_path, plan)
+    plan["detectors"] = ["clip"]
+    assert "inside must hold at least 1 word, got 0" in refused(gatecrash, tmp_path, plan)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

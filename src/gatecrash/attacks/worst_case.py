@@ -18,6 +18,7 @@ from gatecrash.attacks.ranked import Ranked
 from gatecrash.attacks.registry import register
 from gatecrash.attacks.rounding import RoundedFound, to_8bit
 from gatecrash.attacks.score import require_fitted, scores
+from gatecrash.attacks.simpler import simpler
 from gatecrash.attacks.surrogates import SURROGATES, logits_read, unprocessed
 from gatecrash.ball import Ball
 from gatecrash.found import Found
@@ -98,11 +99,12 @@ def worst_case(
     """The strongest perturbation that a suite of attacks finds, per sample; there is nothing to tune.
 
     In turn: APGD on the score itself, in long runs and from many random points; steps along mean gradients, for scores
-    with kinks, and plain small ones; where the detector reads logits, APGD on surrogates that do not saturate
-    (log-odds, margin, spread of the logits) and towards each of the likeliest classes; transfer from the score without
-    preprocessing where it has one; collision with the nearest latents of `others`; a gradient-free Square search; and
-    the score once more from the best point of all: with some pixels drawn anew, with halved steps, along mean
-    gradients. Whatever an attack follows, its points are ranked by the detector's own score.
+    with kinks, and plain small ones; where the detector's card says that the gradient is not exact, the score from
+    simpler versions of every image (few greys, blurred), moved into the ball; where the detector reads logits, APGD on
+    surrogates that do not saturate (log-odds, margin, spread of the logits) and towards each of the likeliest classes;
+    transfer from the score without preprocessing where it has one; collision with the nearest latents of `others`; a
+    gradient-free Square search; and the score once more from the best point of all: with some pixels drawn anew, with
+    halved steps, along mean gradients. Whatever an attack follows, its points are ranked by the detector's own score.
 
     The best of many values of a randomised detector is the luckiest. What each attack found is therefore evaluated
     anew, several times, before it is compared, and once more before it is reported. Follow the mean of a detector's
@@ -244,6 +246,9 @@ class _Suite:
         )
         # Small steps from the image itself pass through places that large ones leap over.
         yield "small steps", partial(self._descend, stepper_for(self.ball, share=2.5 / budget.steps), budget.steps)
+        if getattr(getattr(self.detector, "card", None), "gradient", "exact") != "exact":
+            for name, simplify in simpler(self.ball, self.images[0].numel()).items():
+                yield name, partial(self._simplify, simplify)
         if self.classes > 1:
             for name, surrogate in SURROGATES.items():
                 yield name, partial(self._follow, surrogate)
@@ -344,6 +349,13 @@ class _Suite:
     def _polish(self, stepper: Stepper, steps: int, name: str, rows: Tensor) -> None:
         """The score itself, from the best point of all."""
         found = self._search(name, rows, self._objective, stepper, steps, first=self.x[rows], own_stop=True)
+        self._take(name, rows, found.x, found.value)
+
+    def _simplify(self, simplify: Callable[[Tensor], Tensor], name: str, rows: Tensor) -> None:
+        """The score itself, from a simpler version of every image; that version counts too."""
+        start = self.ball.project(simplify(self.images[rows]), self.images[rows])
+        stepper = Apgd(step=self.ball.eps / 4)
+        found = self._search(name, rows, self._objective, stepper, SHORT, first=start, own_stop=True)
         self._take(name, rows, found.x, found.value)
 
     def _hop(self, name: str, rows: Tensor) -> None:

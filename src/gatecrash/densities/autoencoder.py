@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
 from gatecrash.densities.base import Density, register
-from gatecrash.networks.registry import at_least_one
+from gatecrash.densities.options import whole
 
 SMALLEST = 4
 """The side down to which images are halved."""
@@ -32,7 +32,7 @@ class Autoencoder(Density):
         latent: dimensions of the code; the fewer, the less of an outlier gets through.
 
     Raises:
-        ValueError: the shape is no image's, or an option is below 1.
+        ValueError: the shape is no image's, or an option is no whole number or below 1.
     """
 
     centre: Tensor  # (C, H, W), the mean image of the first batch, which the decoder adds to
@@ -40,7 +40,7 @@ class Autoencoder(Density):
     def __init__(self, shape: Sequence[int], *, width: int = 16, latent: int = 64) -> None:
         super().__init__(shape, width=width, latent=latent)
         image = image_shape(shape)
-        at_least_one(width=width, latent=latent)
+        whole(width=width, latent=latent)
         self.down, self.up = Downwards(image, width, latent), Upwards(latent, image, width)
         self.register_buffer("centre", torch.zeros(image))
 
@@ -79,7 +79,7 @@ class Decoder(Density):
         width: channels of the largest maps.
 
     Raises:
-        ValueError: the shape leaves no feature beside the image, or an option is below 1.
+        ValueError: the shape leaves no feature beside the image, or an option is no whole number or below 1.
     """
 
     centre: Tensor  # (C, H, W), the mean image of the first batch
@@ -89,7 +89,7 @@ class Decoder(Density):
     def __init__(self, shape: Sequence[int], *, image: Sequence[int], width: int = 16) -> None:
         super().__init__(shape, image=list(image), width=width)
         self.image = image_shape(image)
-        at_least_one(width=width)
+        whole(width=width)
         self.features = self.dimensions - math.prod(self.image)
         if len(shape) != 1 or self.features < 1:
             raise ValueError(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gatecrash.densities.base import Density, register
+from gatecrash.densities.options import flag, whole
 from gatecrash.fitting import seeded
 
 Coupling = Literal["affine", "additive"]
@@ -72,12 +73,11 @@ class Glow(Density):
         levels = levels_for(shape) if levels is None else levels
         steps = PRESETS[preset]["steps"] if steps is None else steps
         hidden = PRESETS[preset]["hidden"] if hidden is None else hidden
-        for name, value in (("levels", levels), ("steps", steps), ("hidden", hidden)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+        whole(levels=levels, steps=steps, hidden=hidden, bits=bits)
+        flag(midpoints=midpoints)
         if coupling not in get_args(Coupling):
             raise ValueError(f"coupling must be {either(Coupling)}, got {coupling!r}")
-        if not 1 <= bits <= 8:
+        if bits > 8:
             raise ValueError(f"bits must be 1 to 8, got {bits}")
         super().__init__(
             shape, levels=levels, steps=steps, hidden=hidden, coupling=coupling, bits=bits, midpoints=midpoints
@@ -142,7 +142,8 @@ class Glow(Density):
 
     def bins(self, x: Tensor) -> Tensor:
         """The bin of every pixel of the image as a file, 0 to 2ⁿ − 1."""
-        return ((GREYS - 1) * x.detach()).round().div(GREYS // self.count).floor()
+        levels = ((GREYS - 1) * x.detach().float()).round()  # in 32 bits, so that no precision makes another file
+        return levels.div(GREYS // self.count).floor().to(x.dtype)
 
 
 class ActNorm(nn.Module):

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from gatecrash.densities.base import register
+from gatecrash.densities.options import whole
 from gatecrash.densities.standardised import Standardised
 from gatecrash.densities.vae import log_normal
 
@@ -30,12 +31,11 @@ class MAF(Standardised):
     """
 
     def __init__(self, shape: Sequence[int], *, transforms: int = 5, hidden: Sequence[int] = (128,)) -> None:
-        if not isinstance(transforms, int) or transforms < 1:
-            raise ValueError(f"transforms must be a whole number of at least 1, got {transforms!r}")
+        whole(transforms=transforms)
         if isinstance(hidden, str) or not isinstance(hidden, Sequence) or not hidden:
             raise ValueError(f"hidden must be the sizes of one layer or more, as a list, got {hidden!r}")
-        if any(not isinstance(size, int) or size < 1 for size in hidden):
-            raise ValueError(f"hidden must be whole numbers of at least 1, got {list(hidden)}")
+        for size in hidden:
+            whole(hidden=size)
         super().__init__(shape, transforms=transforms, hidden=list(hidden))
         # It turns off the checks of torch.distributions, so it is imported only where it is used.
         from zuko.flows import MAF as Flow  # type: ignore[import-untyped]

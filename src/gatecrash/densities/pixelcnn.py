@@ -11,13 +11,12 @@ from torch.nn.functional import conv2d, conv_transpose2d, elu, pad
 
 from gatecrash.densities.base import Density, register
 from gatecrash.densities.logistic_mixture import LogisticMixture, parameter_count
+from gatecrash.densities.options import number, whole
 
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {"blocks": 5, "filters": 160, "mixtures": 10, "dropout": 0.5, "levels": 2},
     "small": {"blocks": 1, "filters": 16, "mixtures": 5, "dropout": 0.0, "levels": 2},
 }
-SMALL = 32
-"""Images with both sides below this have the preset "small" where none is named."""
 SETTLED_ON = 32
 """Images from which the layers take their first scales: with the paper's sizes, 256 would need gigabytes."""
 
@@ -27,11 +26,13 @@ class PixelCNN(Density):
     """PixelCNN++ (Salimans et al. 2017): a network gives every pixel a mixture of discretised logistics.
 
     log p(x) = Σ_i log p(x_i | x_1, …, x_{i−1}), pixels in reading order. Between grey levels p is the mass of a bin as
-    wide as one grey level around x, so that there is a gradient; at 8-bit values it is the original's.
+    wide as one grey level around x, so that there is a gradient; at 8-bit values it is the original's. The bins of
+    black and white have no outer end: p jumps where a value comes within 0.0005 of 0 or 1, and no gradient tells of it.
 
     Args:
         shape: (C, H, W), any sides.
-        preset: "paper" (5 blocks, 160 filters, 10 mixtures, dropout 0.5) or "small"; by default "small" below 32×32.
+        preset: "small", or "paper" (5 blocks, 160 filters, 10 mixtures, dropout 0.5) for days on a GPU; it has the
+            sizes that are not given.
         blocks: gated residual blocks per stream and resolution; without any, a pixel sees its neighbours alone.
         filters: channels of both streams.
         mixtures: components per pixel.
@@ -42,16 +43,23 @@ class PixelCNN(Density):
         ValueError: the samples are no images, or an option does not exist or is out of range.
     """
 
-    def __init__(self, shape: Sequence[int], *, preset: str | None = None, **sizes: Any) -> None:
+    def __init__(
+        self,
+        shape: Sequence[int],
+        *,
+        preset: str = "small",
+        blocks: int | None = None,
+        filters: int | None = None,
+        mixtures: int | None = None,
+        dropout: float | None = None,
+        levels: int | None = None,
+    ) -> None:
         if len(shape) != 3:
             raise ValueError(f"a PixelCNN is of images of shape (C, H, W), got {tuple(shape)}")
-        preset = preset or ("small" if max(shape[1:]) < SMALL else "paper")
         if preset not in PRESETS:
             raise ValueError(f"preset must be {' or '.join(map(repr, PRESETS))}, got {preset!r}")
-        unknown = [name for name in sizes if name not in PRESETS[preset]]
-        if unknown:
-            raise ValueError(f"PixelCNN has no option {unknown[0]!r}; there are preset, {', '.join(PRESETS[preset])}")
-        sizes = {**PRESETS[preset], **sizes}
+        given = {"blocks": blocks, "filters": filters, "mixtures": mixtures, "dropout": dropout, "levels": levels}
+        sizes = PRESETS[preset] | {name: size for name, size in given.items() if size is not None}
         check_sizes(sizes)
         super().__init__(shape, preset=preset, **sizes)
         self.network = Streams(
@@ -109,10 +117,10 @@ class PixelCNN(Density):
 
 def check_sizes(sizes: dict[str, Any]) -> None:
     """Raises a ValueError when a size is no number or out of range."""
-    for name, least in (("blocks", 0), ("filters", 1), ("mixtures", 1), ("levels", 0)):
-        if not isinstance(sizes[name], int) or sizes[name] < least:
-            raise ValueError(f"{name} must be a whole number of at least {least}, got {sizes[name]!r}")
-    if not isinstance(sizes["dropout"], int | float) or not 0 <= sizes["dropout"] < 1:
+    whole(0, blocks=sizes["blocks"], levels=sizes["levels"])
+    whole(filters=sizes["filters"], mixtures=sizes["mixtures"])
+    number(dropout=sizes["dropout"])
+    if not 0 <= sizes["dropout"] < 1:
         raise ValueError(f"dropout must be at least 0 and below 1, got {sizes['dropout']!r}")
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
+
+import torch
 
 from gatecrash.densities.base import DENSITIES, Density
 from gatecrash.files import write_text
@@ -18,7 +21,7 @@ def save_density(density: Density, folder: str | Path, history: History | None =
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     save_weights(density, folder / "model.safetensors")
-    manifest = {"weights_sha256": hash_of(density), "epochs": history or []}
+    manifest = {"weights_sha256": hash_of(as_read(density)), "epochs": history or []}
     write_text(folder / "manifest.json", json.dumps(manifest, indent=1) + "\n")
     about = {"schema": SCHEMA, "density": density.name, "shape": list(density.shape), "options": density.options}
     write_text(folder / "model.json", json.dumps(about, indent=1) + "\n")
@@ -28,7 +31,7 @@ def load_density(folder: str | Path) -> Density:
     """The density of a bundle, in eval mode, its parameters frozen.
 
     Raises:
-        ValueError: there is no such bundle, or it is damaged.
+        ValueError: there is no such bundle, it is damaged, or its weights are not those of its manifest.
     """
     about = Path(folder) / "model.json"
     if not about.is_file():
@@ -39,4 +42,25 @@ def load_density(folder: str | Path) -> Density:
     except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{about} does not describe a density: {' '.join(str(error).split())}") from error
     load_weights(density, Path(folder) / "model.safetensors")
+    check_weights(density, Path(folder))
     return density.eval().requires_grad_(False)
+
+
+def as_read(density: Density) -> Density:
+    """The density as `load_density` will give it: in single precision."""
+    if all(not p.is_floating_point() or p.dtype == torch.float32 for p in density.state_dict().values()):
+        return density
+    return copy.deepcopy(density).float()
+
+
+def check_weights(density: Density, folder: Path) -> None:
+    """Raises a ValueError where a bundle's weights are not those that its manifest has the hash of."""
+    weights, manifest = folder / "model.safetensors", folder / "manifest.json"
+    if not manifest.is_file():
+        raise ValueError(f"{folder} is no bundle of a density: manifest.json is missing")
+    try:
+        known = json.loads(manifest.read_text(encoding="utf-8"))["weights_sha256"]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{manifest} is damaged: {' '.join(str(error).split())}") from error
+    if known != hash_of(density):
+        raise ValueError(f"{weights} was changed: its weights are not those of {manifest}")

@@ -14,6 +14,8 @@ from gatecrash.fitting import Batch, History, Material, Outcome, Recipe, Statele
 
 BEGIN_WITH = 256
 """Samples that a density may take its first statistics from."""
+LOOKED_AT = 32
+"""Those of them that are looked at in the end."""
 
 
 class Likelihood(Stateless):
@@ -51,16 +53,31 @@ def train_density(
         augment: (B, *shape), generator → (B, *shape).
 
     Raises:
-        ValueError: the samples have another shape, the loss is not finite, or the checkpoint does not fit.
+        ValueError: the samples have another shape, the training diverges, or the checkpoint does not fit.
     """
     density.check(samples)
     density.requires_grad_(True).train()
     device = next(density.parameters()).device
     first = torch.randperm(len(samples), generator=generator_of(recipe.seed, "begin"))[:BEGIN_WITH]
+    few = samples[first.to(samples.device)].to(device)
     with torch.no_grad():
-        density.begin(samples[first.to(samples.device)].to(device))
+        density.begin(few)
     material = Material(samples, torch.zeros(len(samples), dtype=torch.long), augment=augment)
     step = Likelihood(density.dimensions)
     history = fit(density, step, material, recipe, folder=folder, resume=folder is not None)
     density.requires_grad_(False)
+    refuse_diverged(density, few[:LOOKED_AT])
     return history
+
+
+@torch.no_grad()
+def refuse_diverged(density: Density, samples: Tensor) -> None:
+    """Raises a ValueError when a trained density does not say how likely some of its samples are.
+
+    The loss of a batch is that before its step, so the last step of a training may be the one that breaks it.
+    """
+    if not bool(density(samples).isfinite().all()):
+        raise ValueError(
+            f"the training of {density.name} diverged: how likely its samples are is no longer a finite number. "
+            "A smaller lr, or clip, may help"
+        )

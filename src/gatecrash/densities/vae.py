@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gatecrash.densities.base import register
+from gatecrash.densities.options import flag, whole
 from gatecrash.densities.standardised import Standardised
 
 LOG_VARIANCES = (-10.0, 10.0)
@@ -44,9 +45,8 @@ class VAE(Standardised):
     def __init__(
         self, shape: Sequence[int], *, hidden: int = 512, latent: int = 128, draws: int = 16, importance: bool = False
     ) -> None:
-        for name, value in (("hidden", hidden), ("latent", latent), ("draws", draws)):
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        whole(hidden=hidden, latent=latent, draws=draws)
+        flag(importance=importance)
         super().__init__(shape, hidden=hidden, latent=latent, draws=draws, importance=importance)
         self.importance = importance
         self.encoder = nn.Sequential(nn.Linear(shape[0], hidden), nn.ReLU(), nn.Linear(hidden, 2 * latent))

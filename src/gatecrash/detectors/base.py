@@ -33,10 +33,13 @@ class Card:
     paper: str
     year: int
     reads: Literal["pixels", "logits", "features", "maps", "scores"]
-    fit: Literal["nothing", "inliers", "labelled inliers"] = "nothing"
+    fit: Literal["nothing", "inliers", "inliers and outliers", "labelled inliers"] = "nothing"
     """What `fit` needs; an option may ask for held-out inliers and outliers besides, and then says so."""
-    gradient: Literal["exact", "omitted"] = "exact"
-    """Whether the gradient is that of the score, or leaves out a term that has no useful one."""
+    gradient: Literal["exact", "exact between jumps", "omitted"] = "exact"
+    """Whether the gradient is that of the score, misses jumps of it, or leaves out a term that has no useful one.
+
+    Where it is not exact, `worst_case` also begins at flattened and blurred versions of every image.
+    """
 
 
 DETECTORS: Registry[type[Detector]] = Registry("detector")
@@ -233,7 +236,8 @@ class Detector(Stateful, ABC):
     def require_fitted(self) -> None:
         """Raises a ValueError when `fit` has not been called."""
         if not self.fitted:
-            raise ValueError(f"{type(self).__name__} is not fitted; call fit({self.card.fit}) before scoring")
+            needs = self.card.fit.replace(" and outliers", ", outliers=outliers")
+            raise ValueError(f"{type(self).__name__} is not fitted; call fit({needs}) before scoring")
 
     @property
     def preprocesses(self) -> bool:
@@ -250,11 +254,15 @@ class Detector(Stateful, ABC):
         return {"name": self.name, "options": self.options}
 
     @classmethod
-    def rebuild(cls, spec: dict[str, Any], encoder: nn.Module | Sequence[nn.Module]) -> Detector:
+    def rebuild(cls, spec: dict[str, Any], encoder: nn.Module | Sequence[nn.Module] | None) -> Detector:
         """The detector that `spec` describes, not fitted."""
+        options = dict(spec["options"])
+        if encoder is None or (isinstance(encoder, Sequence) and not encoder):
+            if not needs_no_encoder(cls):
+                raise ValueError(f"{cls.__name__} needs the encoder that it was saved with beside it")
+            return cls(None, **options)
         if not isinstance(encoder, nn.Module):
             raise ValueError(f"{cls.__name__} takes one encoder, got a {type(encoder).__name__}")
-        options = dict(spec["options"])
         if "layers" in options:  # None is the network's output, whatever the encoder taps
             encoder = as_encoder(encoder).at(options.pop("layers"))
         return cls(encoder, **options)
@@ -268,11 +276,16 @@ class Detector(Stateful, ABC):
             save_file(state, draft, metadata={"gatecrash": json.dumps(self.spec)})
 
     @classmethod
-    def load(cls, path: str | Path, encoder: nn.Module | Sequence[nn.Module]) -> Self:
-        """The saved detector beside an encoder of the same network; an ensemble takes one encoder per member.
+    def load(cls, path: str | Path, encoder: nn.Module | Sequence[nn.Module] | None = None) -> Self:
+        """The saved detector beside an encoder of the same network.
+
+        Args:
+            path: what `save` wrote.
+            encoder: an ensemble takes one per member; a detector that reads pixels alone needs none.
 
         Raises:
-            ValueError: the file is missing, damaged, no detector's, or another detector's than the class asked for.
+            ValueError: the file is missing, damaged, no detector's, or another detector's than the class asked for; or
+                the encoder is missing.
         """
         spec, state = read_saved(Path(path))
         try:
@@ -286,9 +299,15 @@ class Detector(Stateful, ABC):
         return detector
 
 
-def build(spec: dict[str, Any], encoder: nn.Module | Sequence[nn.Module]) -> Detector:
+def build(spec: dict[str, Any], encoder: nn.Module | Sequence[nn.Module] | None) -> Detector:
     """The detector that a spec (`{"name": …, "options": {…}}`) describes, not fitted."""
     return DETECTORS[spec["name"]].rebuild(spec, encoder)
+
+
+def needs_no_encoder(kind: type[Detector]) -> bool:
+    """Whether a detector's encoder is None where none is given."""
+    encoder = inspect.signature(kind.__init__).parameters.get("encoder")
+    return encoder is not None and encoder.default is None
 
 
 def state_names(kind: type) -> list[str]:

@@ -70,7 +70,7 @@ class CCU(Certified):
         bundle: a model bundle of the method `ccu`, or a saved detector; its mixtures are taken and not fitted again.
     """
 
-    card = Card(paper="Meinke & Hein, ICLR 2020", year=2020, reads="pixels", fit="inliers")
+    card = Card(paper="Meinke & Hein, ICLR 2020", year=2020, reads="pixels", fit="inliers and outliers")
 
     shape: Tensor  # (3,), of an image
     classes: Tensor  # (), K

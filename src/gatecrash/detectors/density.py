@@ -54,7 +54,7 @@ class MixtureDetector(Detector):
         floor: float = 1e-6,
         seed: int = 0,
     ) -> None:
-        check_options(components, covariance, restarts, steps, tol, floor)
+        check_options(components, covariance, restarts, steps, tol, floor, seed)
         taps = tapped(encoder, layers)
         super().__init__(
             taps,
@@ -70,10 +70,15 @@ class MixtureDetector(Detector):
         self.components, self.covariance = components, covariance
         self.restarts, self.steps, self.tol, self.floor, self.seed = restarts, steps, tol, floor, seed
 
-    def fitted_mixture(self, features: Tensor, components: int) -> tuple[Mixture, Convergence]:
-        """A mixture of features (N, D) by the options, in their precision, and how EM went."""
+    def fitted_mixture(
+        self, parts: Sequence[Tensor], components: int, members: Tensor | None = None
+    ) -> tuple[Mixture, Convergence]:
+        """A mixture of the features (N, D) of several layers by the options, in their precision, and how EM went.
+
+        No copy of the features is made: neither where there are several layers, nor where only some rows count.
+        """
         mixture, convergence = fit_mixture(
-            features,
+            parts,
             components,
             self.covariance,
             restarts=self.restarts,
@@ -81,8 +86,9 @@ class MixtureDetector(Detector):
             tol=self.tol,
             floor=self.floor,
             seed=self.seed,
+            members=members,
         )
-        return mixture.to(features), convergence
+        return mixture.to(parts[0]), convergence
 
 
 @register("gmm")
@@ -116,12 +122,12 @@ class GMM(MixtureDetector):
 
     def fit_latents(self, z: Latent, y: Tensor | None) -> None:
         """The mixture of all features."""
-        features = together(leaves(z))
-        mixture, convergence = self.fitted_mixture(features, self.components)
+        parts = flattened(leaves(z))
+        mixture, convergence = self.fitted_mixture(parts, self.components)
         self.weights, self.means, self.roots = mixture.tensors
-        self.log_likelihoods = features.new_tensor(convergence.log_likelihoods)
-        self.converged = torch.tensor(convergence.converged, device=features.device)
-        self.restart = torch.tensor(convergence.restart, device=features.device)
+        self.log_likelihoods = parts[0].new_tensor(convergence.log_likelihoods)
+        self.converged = torch.tensor(convergence.converged, device=parts[0].device)
+        self.restart = torch.tensor(convergence.restart, device=parts[0].device)
 
     def log_likelihood(self, z: Latent) -> Tensor:
         """The log-likelihood log p(z) of every sample in nats, (B,)."""
@@ -178,22 +184,21 @@ class ZhengHong(MixtureDetector):
 
     def fit_latents(self, z: Latent, y: Tensor | None) -> None:
         """A mixture for every class, of the features that the network takes for it."""
-        features, logits = features_and_logits(z)
-        predicted = logits.argmax(dim=1)
+        *layers, logits = leaves(z)
+        parts, predicted = flattened(layers), logits.argmax(dim=1)
         everything: tuple[Mixture, Convergence] | None = None
         fits, own = [], []
         for label in tracked(range(logits.shape[1]), "fitting the classes"):
             members = (predicted == label).nonzero().squeeze(1)
             own.append(len(members) >= SAMPLES_PER_COMPONENT)
             if own[-1]:
-                whole = len(members) == len(features)  # then there is no need for a copy
-                fits.append(self._fewer(features if whole else features[members]))
+                fits.append(self._fewer(parts, len(members), members))
             else:
-                everything = everything or self._fewer(features)
+                everything = everything or self._fewer(parts, len(logits))
                 fits.append(everything)
         self.weights, self.means, self.roots = stacked([mixture for mixture, _ in fits]).tensors
-        self.own = torch.tensor(own, device=features.device)
-        self.converged = torch.tensor([convergence.converged for _, convergence in fits], device=features.device)
+        self.own = torch.tensor(own, device=logits.device)
+        self.converged = torch.tensor([convergence.converged for _, convergence in fits], device=logits.device)
 
     def log_likelihood(self, z: Latent) -> Tensor:
         """The log-likelihood log p_c(z) of every sample under its predicted class in nats, (B,)."""
@@ -209,8 +214,8 @@ class ZhengHong(MixtureDetector):
         """The negative log-likelihood of every sample, (B,)."""
         return -self.log_likelihood(z)
 
-    def _fewer(self, features: Tensor) -> tuple[Mixture, Convergence]:
-        return self.fitted_mixture(features, max(1, min(self.components, len(features) // SAMPLES_PER_COMPONENT)))
+    def _fewer(self, parts: Sequence[Tensor], count: int, members: Tensor | None = None) -> tuple[Mixture, Convergence]:
+        return self.fitted_mixture(parts, max(1, min(self.components, count // SAMPLES_PER_COMPONENT)), members)
 
 
 def features_and_logits(z: Latent) -> tuple[Tensor, Tensor]:
@@ -221,4 +226,10 @@ def features_and_logits(z: Latent) -> tuple[Tensor, Tensor]:
 
 def together(parts: Sequence[Tensor]) -> Tensor:
     """The features of several layers as one vector per sample, (B, D); of one layer without a copy."""
-    return parts[0].flatten(1) if len(parts) == 1 else torch.cat([part.flatten(1) for part in parts], dim=1)
+    found = flattened(parts)
+    return found[0] if len(found) == 1 else torch.cat(found, dim=1)
+
+
+def flattened(parts: Sequence[Tensor]) -> list[Tensor]:
+    """The features of every layer as one vector per sample, (B, D_i), and a single vector as it is, for the check."""
+    return [part.flatten(1) if part.ndim > 1 else part for part in parts]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gatecrash.detectors.base import Card, Detector, Stateful, register
 from gatecrash.detectors.preprocessing import input_gradients
-from gatecrash.encoder import Encoder, as_encoder
+from gatecrash.encoder import Encoder, as_encoder, upcast
 from gatecrash.features import Reader
 from gatecrash.images import Images
 from gatecrash.metrics import fpr_at_tpr
@@ -41,7 +41,8 @@ class Gaussians(Stateful):
         self.means = ((means - centre) @ whiten).to(z)
 
     def nearest(self, z: Tensor) -> Tensor:
-        """min_k (z − μ_k)ᵀ Σ⁻¹ (z − μ_k) for every sample, (B,)."""
+        """min_k (z − μ_k)ᵀ Σ⁻¹ (z − μ_k) for every sample, (B,); of half precision in float32."""
+        z = upcast(z)
         white, means = (z - self.centre.to(z)) @ self.whiten.to(z), self.means.to(z)
         # The matrix product finds the class; the distance itself is a difference, since the product's terms cancel.
         index = squared_distances(white.detach(), means).argmin(dim=1)

@@ -14,6 +14,10 @@ from gatecrash.encoder import as_encoder
 from gatecrash.objective import single
 from gatecrash.protocols import Latent
 
+NEEDS = ("nothing", "inliers", "inliers and outliers", "labelled inliers")
+GRADIENTS = ("exact", "exact between jumps", "omitted")
+"""What members' cards may say, the ensemble's being the last of them in this order."""
+
 
 @register("ensemble")
 class ScoreEnsemble(Detector):
@@ -26,8 +30,10 @@ class ScoreEnsemble(Detector):
             raise ValueError("an ensemble needs at least one member")
         super().__init__(None)
         self.members = nn.ModuleList(members)
-        needs = max((member.card.fit for member in members), key=("nothing", "inliers", "labelled inliers").index)
-        self.card = replace(type(self).card, fit=needs)
+        cards = [member.card for member in members]
+        needs = max((card.fit for card in cards), key=NEEDS.index)
+        gradient = max((card.gradient for card in cards), key=GRADIENTS.index)
+        self.card = replace(type(self).card, fit=needs, gradient=gradient)
 
     @property
     def detectors(self) -> list[Detector]:
@@ -61,7 +67,7 @@ class ScoreEnsemble(Detector):
         return {"name": self.name, "options": {}, "members": [member.spec for member in self.detectors]}
 
     @classmethod
-    def rebuild(cls, spec: dict[str, Any], encoder: nn.Module | Sequence[nn.Module]) -> Detector:
+    def rebuild(cls, spec: dict[str, Any], encoder: nn.Module | Sequence[nn.Module] | None) -> Detector:
         """The ensemble that `spec` describes; one encoder serves all members, or there is one for each."""
         specs = spec["members"]
         return cls([build(part, one) for part, one in zip(specs, per_member(encoder, len(specs)), strict=True)])
@@ -90,17 +96,17 @@ class DeepEnsemble(Detector):
         return -(p * log_p.log_softmax(dim=1)).sum(dim=1)
 
     @classmethod
-    def rebuild(cls, spec: dict[str, Any], encoder: nn.Module | Sequence[nn.Module]) -> Detector:
+    def rebuild(cls, spec: dict[str, Any], encoder: nn.Module | Sequence[nn.Module] | None) -> Detector:
         """The ensemble over the given encoders."""
-        encoders = [encoder] if isinstance(encoder, nn.Module) else encoder
+        encoders = [encoder] if isinstance(encoder, nn.Module) else encoder or []
         if len(encoders) != spec["options"]["networks"]:
             raise ValueError(f"the ensemble has {spec['options']['networks']} networks, but {len(encoders)} were given")
         return cls(encoders)
 
 
-def per_member(encoder: nn.Module | Sequence[nn.Module], count: int) -> list[nn.Module]:
-    """One encoder per member: the one given, repeated, or as many as there are members."""
-    if isinstance(encoder, nn.Module):
+def per_member(encoder: nn.Module | Sequence[nn.Module] | None, count: int) -> list[nn.Module | None]:
+    """One encoder per member: the one given or none, repeated, or as many as there are members."""
+    if encoder is None or isinstance(encoder, nn.Module):
         return [encoder] * count
     if len(encoder) != count:
         raise ValueError(f"the ensemble has {count} members, but {len(encoder)} encoders were given")

@@ -85,7 +85,7 @@ class Expected(Detector):
         return {"name": self.name, "options": self.options, "members": [self.detector.spec]}
 
     @classmethod
-    def rebuild(cls, spec: dict[str, Any], encoder: nn.Module | Sequence[nn.Module]) -> Detector:
+    def rebuild(cls, spec: dict[str, Any], encoder: nn.Module | Sequence[nn.Module] | None) -> Detector:
         """The mean that `spec` describes; the encoders are those of the detector."""
         if len(spec.get("members", ())) != 1:
             raise ValueError("expected averages one detector over draws: its spec needs `members` with that one's spec")

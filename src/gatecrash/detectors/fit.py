@@ -9,9 +9,20 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from gatecrash.features import Cache, Fingerprint, Keeper, Reader, all_or_none, encoded, reader_key, shared_pass
-from gatecrash.images import Images
-from gatecrash.protocols import Latent
+from gatecrash.features import (
+    Cache,
+    Column,
+    Fingerprint,
+    Reader,
+    all_or_none,
+    encoded,
+    leaf_keys,
+    like,
+    reader_key,
+    shared_pass,
+)
+from gatecrash.images import Images, check_batch_size
+from gatecrash.protocols import Latent, leaves
 
 if TYPE_CHECKING:
     from gatecrash.detectors.base import Detector
@@ -49,13 +60,19 @@ def fit_all(
         batch_size: images that are encoded together, where `inliers` is not batched already.
 
     Raises:
-        ValueError: data that a detector needs is missing, or the network's output is NaN; it names the first batch.
+        ValueError: data that a detector needs is missing, the network's output is NaN (it names the first batch), or
+            an argument is no such thing.
     """
+    check_detectors(detectors)
+    check_batch_size(batch_size)
+    remembered = None if cache is None else Cache(cache, inliers)
     learning = list({id(part): part for detector in detectors for part in detector.to_fit()}.values())
     # What can be read only once is kept, since every detector and every option under trial reads it.
     held_out, outliers = (list(data) if isinstance(data, Iterator) else data for data in (held_out, outliers))
     for detector in learning:
         detector.check_data(held_out, outliers)
+    if remembered is not None:
+        remembered.make()
     for detector in learning:
         detector.forget()
     for detector in [*learning, *(whole for whole in detectors if whole.to_fit())]:
@@ -64,7 +81,7 @@ def fit_all(
     with torch.inference_mode(False), torch.no_grad():
         for device in dict.fromkeys(detector.device for detector in learning):
             group = [detector for detector in learning if detector.device == device]
-            learn(group, inliers, device, None if cache is None else Cache(cache, inliers), batch_size)
+            learn(group, inliers, device, remembered, batch_size)
     with torch.inference_mode(False):
         for detector in learning:
             detector.settle(held_out, outliers)
@@ -77,7 +94,6 @@ class Reading:
         self.reader = reader
         self.keeping: list[Detector] = []
         self.learners: list[Learner] = []
-        self.keeper = Keeper()
 
     def add(self, detector: Detector) -> None:
         """One more detector that learns from this."""
@@ -87,17 +103,6 @@ class Reading:
         else:
             self.learners.append(learner)
 
-    def take(self, z: Latent, y: Tensor | None) -> None:
-        """One more batch."""
-        for learner in self.learners:
-            learner.take(z, y)
-        if self.keeping:
-            self.keeper.take(z)
-
-    def whole(self) -> Latent | None:
-        """All latents of the pass; None where no detector wants them together."""
-        return self.keeper.whole() if self.keeping else None
-
     def finish(self, z: Latent | None, y: Tensor | None) -> None:
         """Let the detectors learn from all batches, or from all latents and labels together."""
         for learner in self.learners:
@@ -105,6 +110,30 @@ class Reading:
         if z is not None:
             for detector in self.keeping:
                 detector.fit_latents(z, y)
+
+
+class Shelf:
+    """The latents of a pass: a tensor that several readings have in common is kept once."""
+
+    def __init__(self) -> None:
+        self.columns: dict[Any, Column] = {}
+        self.forms: dict[Reading, Latent] = {}
+
+    def take(self, latents: dict[Reading, Latent]) -> None:
+        """One more batch of every reading."""
+        new: dict[Any, Tensor] = {}
+        for reading, z in latents.items():
+            self.forms.setdefault(reading, z)
+            new |= dict(zip(leaf_keys(reading.reader, z), leaves(z), strict=True))
+        for key, leaf in new.items():
+            self.columns.setdefault(key, Column()).take(leaf)
+
+    def whole(self, reading: Reading) -> Latent | None:
+        """All latents of a reading; None where none were taken."""
+        if reading not in self.forms:
+            return None
+        form = self.forms[reading]
+        return like(form, iter([self.columns[key].whole() for key in leaf_keys(reading.reader, form)]))
 
 
 def learn(
@@ -119,19 +148,23 @@ def learn(
     if not unread:
         return
     labels: list[Tensor | None] = []
+    shelf = Shelf()
     seen = Fingerprint()
     run = shared_pass([reading.reader for reading in unread])
     source = inliers if cache is None else seen.watch(inliers, batch_size)
     for latents, y in encoded(run, source, device, batch_size):
         require_labels(detectors, y)
         labels.append(None if y is None else y.clone())
-        for reading, z in zip(unread, latents, strict=True):
-            reading.take(z, y)
+        read = dict(zip(unread, latents, strict=True))
+        for reading, z in read.items():
+            for learner in reading.learners:
+                learner.take(z, y)
+        shelf.take({reading: z for reading, z in read.items() if reading.keeping})
     if not labels:
         raise ValueError("there are no images to learn from")
     y = all_or_none(labels)
     for reading in unread:
-        whole = reading.whole()
+        whole = shelf.whole(reading)
         if cache is not None and whole is not None:
             cache.write(reading.reader, whole, seen)
         reading.finish(whole, y)
@@ -144,10 +177,23 @@ def recalled(reading: Reading, cache: Cache | None, device: torch.device) -> boo
     z = cache.read(reading.reader, device)
     if z is None:
         return False
-    y = cache.known[1]
+    y = cache.known.labels
     require_labels(reading.keeping, y)
     reading.finish(z, None if y is None else y.to(device))
     return True
+
+
+def check_detectors(detectors: object) -> None:
+    """Raises a ValueError unless these are several detectors."""
+    from gatecrash.detectors.base import Detector
+
+    if isinstance(detectors, Detector):
+        raise ValueError(f"detectors must be a list of them, got one {type(detectors).__name__}; put it in brackets")
+    if not isinstance(detectors, Sequence) or isinstance(detectors, str):
+        raise ValueError(f"detectors must be a list of them, got {type(detectors).__name__}")
+    for detector in detectors:
+        if not isinstance(detector, Detector):
+            raise ValueError(f"detectors must be a list of them, and one of it is a {type(detector).__name__}")
 
 
 def require_labels(detectors: Sequence[Detector], y: Tensor | None) -> None:

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from gatecrash.detectors.base import Card, Detector, Stateful, register
 from gatecrash.detectors.fit import Learner
 from gatecrash.detectors.logits import max_softmax
-from gatecrash.encoder import Encoder, as_encoder
+from gatecrash.encoder import Encoder, as_encoder, upcast
 from gatecrash.features import Reader, encoded
 from gatecrash.images import Images
 from gatecrash.protocols import Latent, leaves
@@ -77,7 +77,8 @@ class Gram(Detector):
             per layer and power instead of C·HW, in float64, and the memory of C² numbers per image, layer and power.
 
     Raises:
-        ValueError: no layer is named, a power is not a positive whole number, or the network's output is not (B, K).
+        ValueError: no layer is named, a power is not a positive whole number, `entries` is neither True nor False, or
+            the network's output is not (B, K).
     """
 
     card = Card(paper="Sastry & Oore, ICML 2020", year=2020, reads="maps", fit="inliers")
@@ -92,10 +93,12 @@ class Gram(Detector):
         powers: int | Sequence[int] = 10,
         entries: bool = False,
     ) -> None:
+        if not isinstance(entries, bool):
+            raise ValueError(f"entries must be True or False, got {entries!r}")
         taps, names = tapped_maps(encoder, layers)
         wanted = check_powers(powers)
         super().__init__(taps, layers=names, powers=wanted, entries=entries)
-        self.powers, self.entries = wanted, bool(entries)
+        self.powers, self.entries = wanted, entries
         self.per_layer = nn.ModuleList(Ranges() for _ in names)
         self.sets_aside = True
 
@@ -156,8 +159,8 @@ class Gram(Detector):
             yield self.summary(piece)
 
     def deviations(self, z: Latent) -> Tensor:
-        """The deviation of every layer over the largest softmax probability, (B, L)."""
-        *statistics, logits = leaves(z)
+        """The deviation of every layer over the largest softmax probability, (B, L); of half precision in float32."""
+        *statistics, logits = map(upcast, leaves(z))
         predicted = logits.argmax(dim=1)
         pairs = zip(ranges_of(self), statistics, strict=True)
         total = torch.stack([ranges.deviation(part, predicted) for ranges, part in pairs], dim=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gatecrash.densities import DENSITIES, Density, load_density, save_density, train_density
+from gatecrash.densities.options import mapping, names_of
 from gatecrash.detectors.base import Detector
 from gatecrash.detectors.density import together
 from gatecrash.detectors.distance import listed, tapped
@@ -70,12 +72,15 @@ class Learned(Detector):
         self.checkpoints = checkpoints
         self.density: Density | None = None
         self.history: History = []
+        self.options["model"] = mapping("model", model, names_of(DENSITIES[self.density_name]))
+        self.options["training"] = mapping("training", training, [field.name for field in fields(Recipe)])
         try:
-            self.plan = Recipe(**{**self.recipe, **(training or {})})
-        except TypeError as error:
+            self.plan = Recipe(**{**self.recipe, **self.options["training"]})
+        except ValueError as error:
             raise ValueError(f"training: {error}") from error
-        self.options |= {"model": dict(model or {}), "training": dict(training or {})}
         if bundle is not None:
+            if not isinstance(bundle, str | Path):
+                raise ValueError(f"bundle must be the name of a folder, got {bundle!r}")
             if model:
                 raise ValueError("a bundle knows its density's options; give bundle or model, not both")
             self._take(load_density(bundle).to(self.device))
@@ -85,11 +90,8 @@ class Learned(Detector):
 
     def _made(self, shape: Sequence[int]) -> Density:
         """A density with fresh weights that the seed determines."""
-        try:
-            with seeded(self.plan.seed):
-                return DENSITIES[self.density_name](shape, **self.options["model"])
-        except TypeError as error:
-            raise ValueError(f"model: {error}") from error
+        with seeded(self.plan.seed):
+            return DENSITIES[self.density_name](shape, **self.options["model"])
 
     def _take(self, density: Density) -> None:
         if density.name != self.density_name:
@@ -100,7 +102,7 @@ class Learned(Detector):
         self.options |= {"model": density.options, "shape": list(density.shape)}
 
     @classmethod
-    def rebuild(cls, spec: dict[str, Any], encoder: nn.Module | Sequence[nn.Module]) -> Detector:
+    def rebuild(cls, spec: dict[str, Any], encoder: nn.Module | Sequence[nn.Module] | None) -> Detector:
         """As for any detector, but layers beside one of pixels are refused: nothing would tap them."""
         if cls.card.reads == "pixels" and "layers" in spec["options"]:
             raise ValueError(f"{cls.__name__} reads pixels and taps no layers")

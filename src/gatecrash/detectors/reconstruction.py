@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gatecrash.densities.autoencoder import Autoencoder, Decoder
+from gatecrash.densities.options import number, whole
 from gatecrash.detectors.base import Card, Detector, Stateful, build, register
 from gatecrash.detectors.density import together
 from gatecrash.detectors.learned import Learned, pixels
@@ -36,6 +37,7 @@ class Norm(nn.Module):
 
     def __init__(self, p: float) -> None:
         super().__init__()
+        number(p=p)
         if not 1 <= p < float("inf"):
             raise ValueError(f"p must be at least 1 and finite, got {p:g}")
         self.p = p
@@ -64,8 +66,7 @@ class Whitened(Stateful):
 
     def __init__(self, rank: int) -> None:
         super().__init__()
-        if rank < 1:
-            raise ValueError(f"rank must be at least 1, got {rank}")
+        whole(rank=rank)
         self.rank = rank
 
     def learn(self, residuals: Tensor) -> None:
@@ -151,7 +152,7 @@ class Rebuilding(Learned):
         **options: as in `Learned`, and the subclass's own.
     """
 
-    recipe: ClassVar[dict[str, Any]] = Learned.recipe | {"epochs": 20, "batch_size": 64}
+    recipe: ClassVar[dict[str, Any]] = Learned.recipe | {"epochs": 6, "batch_size": 64}
 
     def __init__(
         self,
@@ -311,6 +312,7 @@ class CollisionResidual(Rebuilding):
 
     card = Card(paper="Liang et al., arXiv 2020", year=2020, reads="features", fit="labelled inliers")
     density_name = "decoder"
+    recipe: ClassVar[dict[str, Any]] = Rebuilding.recipe | {"epochs": 10}
 
     centres: Tensor  # (2,), the means of latent score and residual on inliers
     scales: Tensor  # (2,), their standard deviations

@@ -63,15 +63,15 @@ class CLIPZeroShot(WordDetector):
 
     Args:
         encoder: of a CLIP, see `clip_encoder`.
-        inside: words for the inliers.
-        outside: words for the outliers.
+        inside: words for the inliers, one at least.
+        outside: words for the outliers, one at least.
         prompt: a sentence with {} where the word goes.
     """
 
     card = Card(paper="Fort, Ren & Lakshminarayanan, NeurIPS 2021", year=2021, reads="logits")
 
     def __init__(
-        self, encoder: nn.Module, *, inside: Sequence[str], outside: Sequence[str], prompt: str = PROMPT
+        self, encoder: nn.Module, *, inside: Sequence[str] = (), outside: Sequence[str] = (), prompt: str = PROMPT
     ) -> None:
         super().__init__(encoder)
         self.options = {
@@ -106,7 +106,7 @@ class MCM(WordDetector):
     card = Card(paper="Ming et al., NeurIPS 2022", year=2022, reads="logits")
 
     def __init__(
-        self, encoder: nn.Module, *, inside: Sequence[str], prompt: str = PROMPT, temperature: float = 1.0
+        self, encoder: nn.Module, *, inside: Sequence[str] = (), prompt: str = PROMPT, temperature: float = 1.0
     ) -> None:
         super().__init__(encoder)
         self.options = {
@@ -128,7 +128,7 @@ class MCM(WordDetector):
 
 
 def clip_encoder(folder: str | Path) -> Encoder:
-    """The CLIP in a folder for images in [0, 1] of any size: resize and normalisation are as the folder says.
+    """The CLIP in a folder for images in [0, 1] of any size: resize, crop and normalisation are as the folder says.
 
     Raises:
         ValueError: in one line: transformers is not installed, or the folder is missing or lacks something.
@@ -137,7 +137,7 @@ def clip_encoder(folder: str | Path) -> Encoder:
 
 
 def prepared(network: nn.Module) -> Encoder:
-    """The encoder itself, or a bare network as one; a CLIP with the resize and normalisation that it wants."""
+    """The encoder itself, or a bare network as one; a CLIP with the normalisation that it wants."""
     if isinstance(network, ClipImages):
         return Encoder(network, None, network.mean, network.std, network.size)
     return as_encoder(network)

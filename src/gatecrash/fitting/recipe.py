@@ -36,6 +36,7 @@ class Recipe:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        self._check_types()
         for name in ("epochs", "batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -55,6 +56,18 @@ class Recipe:
             if getattr(self, name) not in get_args(known):
                 expected = " or ".join(repr(choice) for choice in get_args(known))
                 raise ValueError(f"{name} must be {expected}, got {getattr(self, name)!r}")
+
+    def _check_types(self) -> None:
+        """Raises a ValueError that names the first field that is no number where it must be one."""
+        for name in ("epochs", "batch_size", "seed"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ValueError(f"{name} must be a whole number, got {value!r}")
+        for name in ("lr", "momentum", "weight_decay", "warm_up", "clip", "ema"):
+            value = getattr(self, name)
+            missing = value is None and name in ("clip", "ema")
+            if not missing and (isinstance(value, bool) or not isinstance(value, int | float)):
+                raise ValueError(f"{name} must be a number, got {value!r}")
 
     def rate(self, step: int, steps: int) -> float:
         """The learning rate at a step of so many in all."""

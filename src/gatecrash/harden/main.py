@@ -29,7 +29,7 @@ from gatecrash.networks import hash_of
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
-EXAMPLES = ("demo", "cifar10")
+EXAMPLES = ("demo", "jem", "ccu", "confident", "cifar10")
 
 
 class AttackFacts(TypedDict):

@@ -75,8 +75,7 @@ def temporal(subject: Subject, options: dict[str, Any]) -> Step:
 
 def confident(subject: Subject, options: dict[str, Any]) -> Step:
     """The confident classifier beside its GAN."""
-    weight = options.get("weight", 1.0)
-    return ConfidentClassifier(subject.encoder, subject.images.shape[1], weight=weight, seed=subject.seed)
+    return ConfidentClassifier(subject.encoder, subject.images.shape[1], seed=subject.seed, **options)
 
 
 def joint_energy(subject: Subject, options: dict[str, Any]) -> Step:
@@ -159,7 +158,7 @@ METHODS.register("confident")(
         confident,
         "Lee et al., ICLR 2018",
         "cross-entropy, and a GAN's images to uniform; 32×32 images",
-        ("weight",),
+        ("weight", "width"),
         leave=leave_generator,
     )
 )

@@ -57,6 +57,8 @@ class MethodPlan(Part):
     """Of the inner attacker; of the Langevin dynamics of a joint energy-based model."""
     weight: NotNegative | None = None
     """λ of the outliers, w_max of temporal ensembling, β of the confident classifier."""
+    width: Count | None = None
+    """For the confident classifier: channels of the GAN's narrowest layer; 128 in the authors' release."""
     labels_per_class: Count | None = None
     """For temporal ensembling: how many labels are known."""
     ramp: Count | None = None

@@ -7,22 +7,44 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import normalize
+from torch.nn.functional import interpolate, normalize
+
+Mode = Literal["bilinear", "bicubic"]
 
 TEXTS = 256
 """Texts that are embedded together."""
 
 
+RESAMPLINGS: dict[int, Mode] = {2: "bilinear", 3: "bicubic"}
+"""What PIL's numbers for a way of resizing mean, those that a gradient goes through."""
+
+
 class Preprocessing(NamedTuple):
-    """What a CLIP wants done to images in [0, 1]."""
+    """What an encoder is to do to images in [0, 1] before a CLIP sees them."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    size: int
+    size: None = None
+    """No resize: a CLIP has its own (`Framing`)."""
+
+
+class Framing(NamedTuple):
+    """How images of any size become those that a CLIP takes: a resize, then a square from the middle."""
+
+    size: int | tuple[int, int] | None
+    """The shortest edge, or height and width; None leaves the images as large as they are."""
+    crop: int | None
+    """The side of the square; None leaves all of the image."""
+    mode: Mode
+
+    @property
+    def side(self) -> int | tuple[int, int] | None:
+        """The side of what comes out of a square image, or its height and width."""
+        return self.size if self.crop is None else self.crop
 
 
 class ClipImages(nn.Module):
@@ -32,13 +54,15 @@ class ClipImages(nn.Module):
         clip: transformers' `CLIPModel`.
         tokenizer: its `CLIPTokenizer`.
         preprocessing: what is to be done to images before `forward`.
+        framing: what `forward` does to them first.
     """
 
-    def __init__(self, clip: nn.Module, tokenizer: Any, preprocessing: Preprocessing) -> None:
+    def __init__(self, clip: nn.Module, tokenizer: Any, preprocessing: Preprocessing, framing: Framing) -> None:
         super().__init__()
         self.clip: Any = clip
         self.tokenizer = tokenizer
         self.mean, self.std, self.size = preprocessing
+        self.framing = framing
         self._known: dict[str, Tensor] = {}
         self._stamp: object = None
 
@@ -49,8 +73,32 @@ class ClipImages(nn.Module):
         return scale
 
     def forward(self, x: Tensor) -> Tensor:
-        """The embeddings of normalised pixels (B, 3, size, size), of length 1, (B, D); of half precision in float32."""
-        return unit(self.clip.get_image_features(pixel_values=x))
+        """The embeddings of normalised pixels (B, 3, H, W), of length 1, (B, D); of half precision in float32."""
+        return unit(self.clip.get_image_features(pixel_values=self.framed(x)))
+
+    def framed(self, x: Tensor) -> Tensor:
+        """Normalised pixels (B, 3, H, W) of any size as the network takes them, differentiably.
+
+        Width and height are resized one after the other, and what a bicubic resize makes darker than black or brighter
+        than white is clamped after each, as in PIL.
+        """
+        black, white = (
+            torch.tensor([(level - mean) / std for mean, std in zip(self.mean, self.std, strict=True)]).view(
+                1, -1, 1, 1
+            )
+            for level in (0.0, 1.0)
+        )
+        dtype = x.dtype
+        x = (
+            x.float() if dtype in (torch.float16, torch.bfloat16) else x
+        )  # no device resizes in every kind of half precision
+        height, width = target_of(x, self.framing.size)
+        for size in ((x.shape[2], width), (height, width)):
+            if x.shape[2:] != size:
+                x = interpolate(x, size=size, mode=self.framing.mode, align_corners=False, antialias=True)
+                if self.framing.mode == "bicubic":
+                    x = torch.minimum(torch.maximum(x, black.to(x)), white.to(x))
+        return (x if self.framing.crop is None else middle(x, self.framing.crop)).to(dtype)
 
     def words(self, texts: Sequence[str]) -> Tensor:
         """The embeddings of texts, of length 1, (N, D), without gradients; remembered until the weights change.
@@ -83,6 +131,29 @@ class ClipImages(nn.Module):
         )
 
 
+def target_of(x: Tensor, size: int | tuple[int, int] | None) -> tuple[int, int]:
+    """The height and width that images are resized to; of a shortest edge the other one is rounded down, as in PIL."""
+    height, width = int(x.shape[2]), int(x.shape[3])
+    if size is None:
+        return height, width
+    if isinstance(size, tuple):
+        return size
+    short = min(height, width)
+    return int(size * height / short), int(size * width / short)
+
+
+def middle(x: Tensor, side: int) -> Tensor:
+    """The square in the middle of images.
+
+    Raises:
+        ValueError: they are smaller.
+    """
+    top, left = ((edge - side) // 2 for edge in x.shape[2:])
+    if top < 0 or left < 0:
+        raise ValueError(f"images of {x.shape[2]}×{x.shape[3]} have no middle of {side}×{side}")
+    return x[:, :, top : top + side, left : left + side]
+
+
 def load_clip(folder: str | Path) -> ClipImages:
     """The CLIP in a folder as transformers saves it, in eval mode and float32; nothing is fetched, no pickle is read.
 
@@ -90,7 +161,7 @@ def load_clip(folder: str | Path) -> ClipImages:
         ValueError: in one line: transformers is not installed, or the folder is missing or lacks something.
     """
     folder = Path(folder)
-    preprocessing = read_preprocessing(folder)
+    preprocessing, framing = read_preprocessing(folder), read_framing(folder)
     kind = read_json(folder / "config.json").get("model_type")
     if kind != "clip":
         raise ValueError(f"{folder} holds a model of type {kind!r}, not 'clip'")
@@ -115,11 +186,11 @@ def load_clip(folder: str | Path) -> ClipImages:
     except Exception as error:  # damaged files can fail anywhere; the tokenizer raises a bare Exception
         raise ValueError(f"the CLIP in {folder} cannot be loaded: {' '.join(str(error).split())}") from error
     wrong = [*found["missing_keys"], *(entry[0] for entry in found["mismatched_keys"])]
-    check(clip.config, len(tokenizer), preprocessing, sorted(wrong), folder)
-    return ClipImages(clip.float(), tokenizer, preprocessing).eval()
+    check(clip.config, len(tokenizer), framing, sorted(wrong), folder)
+    return ClipImages(clip.float(), tokenizer, preprocessing, framing).eval()
 
 
-def check(config: Any, tokens: int, preprocessing: Preprocessing, wrong: list[str], folder: Path) -> None:
+def check(config: Any, tokens: int, framing: Framing, wrong: list[str], folder: Path) -> None:
     """Raises a ValueError when the files of a folder do not belong together."""
     if wrong:
         raise ValueError(
@@ -127,18 +198,59 @@ def check(config: Any, tokens: int, preprocessing: Preprocessing, wrong: list[st
         )
     if tokens > config.text_config.vocab_size:
         raise ValueError(f"the tokenizer in {folder} has {tokens} tokens, its network {config.text_config.vocab_size}")
-    if preprocessing.size != config.vision_config.image_size:
+    takes = config.vision_config.image_size
+    if framing.side not in (None, takes, (takes, takes)):
         raise ValueError(
-            f"the images that {folder} prepares have {preprocessing.size} pixels a side, "
-            f"its network takes {config.vision_config.image_size}"
+            f"the images that {folder} prepares have {framing.side} pixels a side, its network takes {takes}"
         )
 
 
 def read_preprocessing(folder: str | Path) -> Preprocessing:
-    """What the folder of a CLIP says of its images; needs no transformers.
+    """What the folder of a CLIP says an encoder is to do to images; needs no transformers.
 
     Raises:
         ValueError: in one line: the folder or a file in it is missing, or does not say.
+    """
+    path, content = described(folder)
+    try:
+        mean, std = (tuple(float(value) for value in content[key]) for key in ("image_mean", "image_std"))
+        if len(mean) != 3 or len(std) != 3:
+            raise ValueError(f"got {len(mean)} and {len(std)} channels")
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} does not say image_mean and image_std of three channels: {error}") from error
+    if not content.get("do_normalize", True):
+        mean, std = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
+    return Preprocessing(mean, std)
+
+
+def read_framing(folder: str | Path) -> Framing:
+    """What the folder of a CLIP says of the size of images.
+
+    What it leaves out is as in transformers: a bicubic resize of the shortest edge, then a square from the middle.
+
+    Raises:
+        ValueError: in one line: the folder or a file in it is missing, or says what cannot be done.
+    """
+    path, content = described(folder)
+    resample = content.get("resample", 3)
+    if not isinstance(resample, int) or resample not in RESAMPLINGS:
+        raise ValueError(f"{path} has resample {resample!r}; bilinear (2) and bicubic (3) can be done")
+    try:
+        size = edge(content["size"]) if content.get("do_resize", True) else None
+        cropped = content.get("do_center_crop", True)
+        crop = side(content.get("crop_size") or content["size"]) if cropped else None
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} does not say size and a square crop_size: {error}") from error
+    if crop is not None and size is not None and min(size if isinstance(size, tuple) else (size,)) < crop:
+        raise ValueError(f"{path} has a crop_size of {crop}, which is larger than its size of {size}")
+    return Framing(size, crop, RESAMPLINGS[resample])
+
+
+def described(folder: str | Path) -> tuple[Path, dict[str, Any]]:
+    """The file in the folder of a CLIP that describes what is done to images, and what it says.
+
+    Raises:
+        ValueError: in one line: the folder or the file is missing.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -146,26 +258,26 @@ def read_preprocessing(folder: str | Path) -> Preprocessing:
     path = folder / "preprocessor_config.json"
     joint = folder / "processor_config.json"  # how transformers 5 saves a whole processor
     if path.is_file() or not joint.is_file():
-        content = read_json(path)
-    else:
-        path, content = joint, read_json(joint).get("image_processor", {})
-    try:
-        mean, std = (tuple(float(value) for value in content[key]) for key in ("image_mean", "image_std"))
-        if len(mean) != 3 or len(std) != 3:
-            raise ValueError(f"got {len(mean)} and {len(std)} channels")
-        if not content.get("do_normalize", True):
-            mean, std = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
-        return Preprocessing(mean, std, side(content.get("crop_size") or content["size"]))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{path} does not say image_mean, image_std and a square crop_size: {error}") from error
+        return path, read_json(path)
+    content = read_json(joint).get("image_processor")
+    return joint, content if isinstance(content, dict) else {}
 
 
 def side(size: Any) -> int:
     """The side of a square, written as a number, as height and width, or as a shortest edge."""
     sides = set(size.values()) if isinstance(size, dict) else {size}
-    if len(sides) != 1 or not all(isinstance(value, int) and value > 0 for value in sides):
+    if len(sides) != 1 or not all(type(value) is int and value > 0 for value in sides):
         raise ValueError(f"got size {size}")
     return int(sides.pop())
+
+
+def edge(size: Any) -> int | tuple[int, int]:
+    """A shortest edge, also written as a number; or height and width."""
+    if isinstance(size, dict) and size.keys() == {"height", "width"}:
+        return side(size["height"]), side(size["width"])
+    if isinstance(size, dict) and size.keys() != {"shortest_edge"}:
+        raise ValueError(f"got size {size}")
+    return side(size)
 
 
 def read_json(path: Path) -> dict[str, Any]:

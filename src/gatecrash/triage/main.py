@@ -6,14 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
-from pydantic import ValidationError
 
-from gatecrash.audit.job import as_set, encoders_in, named_detectors
+from gatecrash.audit.job import as_set, encoders_in
 from gatecrash.audit.manifest import manifest_of, pick_device
-from gatecrash.audit.plan import Part, read_plan, sentence
+from gatecrash.audit.plan import read_plan
 from gatecrash.audit.running import carry_out, refuse_other_runs
 from gatecrash.bundle import Bundle, TriageResults
 from gatecrash.data import ImageSet
@@ -22,9 +21,19 @@ from gatecrash.detectors.base import own_state
 from gatecrash.encoder import Encoder
 from gatecrash.features import hash_of_all, network_key
 from gatecrash.images import Images
+from gatecrash.triage.arguments import (
+    check_classifier,
+    check_folder,
+    check_numbers,
+    check_switches,
+    checked_attacks,
+    checked_detectors,
+    checked_grid,
+    checked_outliers,
+)
 from gatecrash.triage.checks import run_checks
 from gatecrash.triage.job import TriageJob, job_of_triage
-from gatecrash.triage.plan import AdversarialPlan, Adversary, PurifyPlan, TriagePlan, check_sets
+from gatecrash.triage.plan import Adversary, TriagePlan, check_sets
 from gatecrash.triage.rows import Sorted, purified_rows, rows_of, sample_table
 from gatecrash.triage.run import measure, rehearse
 
@@ -50,7 +59,7 @@ def triage(
     fit_outliers: Images | ImageSet | None = None,
     adversarial: Sequence[Mapping[str, Any]] = (),
     fooled_only: bool = False,
-    purify: Mapping[str, Any] | None = None,
+    purify: Mapping[str, Any] | bool | None = None,
     repeats: int = 1,
     folds: int = 5,
     seed: int = 0,
@@ -70,7 +79,7 @@ def triage(
         fit_outliers: known outliers for detectors with an option that needs them.
         adversarial: attacks on the classifier as in a plan: `{"name": "fgsm", "eps": [2/255, 8/255]}`.
         fooled_only: count only adversarial images that the classifier gets wrong and whose originals it got right.
-        purify: the grid of purification as in a plan; `{}` is the paper's.
+        purify: the grid of purification as in a plan; True is the paper's.
         repeats: how often detectors with a seed are fitted.
         folds: of the cross-validation that chooses the threshold.
         seed: determines every random number.
@@ -81,23 +90,20 @@ def triage(
         The content of `results.json`.
 
     Raises:
-        ValueError: a detector is not fitted, labels are missing, images do not fit, or the folder holds another run.
+        ValueError: an argument is no such thing, a detector is not fitted, labels are missing, images do not fit, or
+            the folder holds another run.
     """
-    named = named_detectors(detectors)
-    if not named:
-        raise ValueError("there is no detector")
-    for name, value, least in (("repeats", repeats, 1), ("folds", folds, 2), ("batch_size", batch_size, 1)):
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")
+    named = checked_detectors(detectors)
+    check_folder(out)
+    check_numbers(repeats=repeats, folds=folds, seed=seed, batch_size=batch_size)
+    check_switches(fooled_only=fooled_only, resume=resume)
+    check_classifier(classifier)
+    attacks, grid, named_outliers = checked_attacks(adversarial), checked_grid(purify), checked_outliers(outliers)
     if repeats > 1 and fit is None:
         raise ValueError("repeats fit the detectors again: give fit, the labelled images they learn from")
     network = (classifier or only_network(named)).at(None)
-    if isinstance(adversarial, Mapping):
-        raise ValueError("adversarial must be a list of attacks, got one; put it in brackets")
-    attacks = [part_of(AdversarialPlan, attack, "adversarial") for attack in adversarial]
-    grid = None if purify is None else part_of(PurifyPlan, purify, "purify")
-    check_sets(outliers or {}, attacks)
-    sets = {name: set_of(data, name) for name, data in (outliers or {}).items()}
+    check_sets(named_outliers, attacks)
+    sets = {name: set_of(data, name) for name, data in named_outliers.items()}
     optional = {"fit": fit, "held_out": held_out, "fit_outliers": fit_outliers}
     known = {name: None if data is None else set_of(data, name) for name, data in optional.items()}
     purified = [] if grid is None else grid.detectors or [title for title, d in named.items() if d.name == "gmm"]
@@ -153,17 +159,6 @@ def only_network(detectors: Mapping[str, Detector]) -> Encoder:
             "say which is the classifier: classifier=Encoder(network)"
         )
     return next(iter(networks.values()))
-
-
-P = TypeVar("P", bound=Part)
-
-
-def part_of(schema: type[P], content: Mapping[str, Any], name: str) -> P:
-    """A part of a plan, checked; `name` stands in messages."""
-    try:
-        return schema.model_validate(dict(content))
-    except ValidationError as error:
-        raise ValueError(f"{name}: {sentence(error, schema)}") from None
 
 
 def set_of(data: Images | ImageSet, name: str) -> ImageSet:

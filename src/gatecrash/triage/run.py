@@ -22,6 +22,7 @@ from gatecrash.detectors import Detector, fit_all
 from gatecrash.detectors.scoring import score_batches
 from gatecrash.encoder import Head
 from gatecrash.features import reader_key
+from gatecrash.networks.clip import ClipImages
 from gatecrash.objective import single
 from gatecrash.progress import progress
 from gatecrash.triage.job import TriageJob
@@ -98,8 +99,11 @@ def rehearse(job: TriageJob) -> None:
     """Pass a few images through everything that the job names, before anything is written.
 
     Raises:
-        ValueError: in one line, labels that are missing, images that do not fit, a layer that cannot be purified.
+        ValueError: in one line, a network that is no classifier, labels that are missing, images that do not fit, a
+            layer that cannot be purified.
     """
+    if isinstance(job.encoder.model, ClipImages):
+        raise ValueError("a triage needs a classifier, and a CLIP gives embeddings of images, not logits of classes")
     for name, images in ((INLIERS, job.inliers), (HELD_OUT, job.held_out)):
         if images is not None and images.y is None:
             raise ValueError(f"{name} must have labels, and {images.name} has none")
