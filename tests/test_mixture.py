@@ -18,18 +18,11 @@ from torch import Tensor
 from torch.distributions import Categorical, MixtureSameFamily, MultivariateNormal
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gatecrash import mixture as module
-from gatecrash.mixture import (
-    COVARIANCES,
-    Chunks,
-    CovarianceName,
-    Mixture,
-    Rows,
-    fit_mixture,
-    log_prob_under,
-    seeded,
-    stacked,
-)
+from gatecrash.mixture import COVARIANCES, CovarianceName, Mixture, fit_mixture, log_prob_under, stacked
+from gatecrash.mixture import rows as rows_module
+from gatecrash.mixture import seeding as seeding_module
+from gatecrash.mixture.rows import Chunks, Rows
+from gatecrash.mixture.seeding import seeded
 from small_models import one_thread  # noqa: F401
 
 NAMES: list[CovarianceName] = list(get_args(CovarianceName))
@@ -118,7 +111,7 @@ def test_chunks_of_rows_change_nothing(covariance: CovarianceName, monkeypatch: 
     z = groups()
     start = a_start(z, 5, covariance)
     whole, fitted = start.log_prob(z), fit_mixture(z, 5, covariance, steps=4, start=start)[0].log_prob(z)
-    monkeypatch.setattr(module, "cells", lambda device: 70)  # a few rows, and one component at a time
+    monkeypatch.setattr(rows_module, "cells", lambda device: 70)  # a few rows, and one component at a time
     torch.testing.assert_close(start.log_prob(z), whole, rtol=1e-12, atol=1e-12)
     again = fit_mixture(z, 5, covariance, steps=4, start=start, rows=7)[0]
     torch.testing.assert_close(again.log_prob(z), fitted, rtol=1e-9, atol=1e-9)
@@ -215,7 +208,7 @@ def test_means_as_a_start_are_the_groups_of_the_nearest_rows() -> None:
 
 
 def test_more_rows_than_the_seeding_looks_at_are_all_fitted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SEEDING_ROWS", 10)
+    monkeypatch.setattr(seeding_module, "SEEDING_ROWS", 10)
     z = groups(300, apart=100.0)
     mixture, _ = fit_mixture(z, 3)
     torch.testing.assert_close(mixture.weights @ mixture.means, z.mean(dim=0))

@@ -116,7 +116,7 @@ def job_of_triage(plan: TriagePlan, folder: Path, device: torch.device, *, trust
     """
     about = completed(plan.model, folder)
     model = load_model(about, folder, trust=trust).to(device)
-    encoder = Encoder(model, None, about.mean, about.std, about.resize)
+    encoder = Encoder(model, None, about.mean, about.std, about.resize, checkpointing=about.checkpointing)
     features = None if about.layer is None else encoder.at(about.layer)
 
     def images(source: SourcePlan | None) -> ImageSet | None:
