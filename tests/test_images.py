@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from threading import Event
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from gatecrash.images import (
     Images,
     batches,
+    batches_on,
     check_form,
     check_images,
     check_labels,
@@ -423,3 +425,43 @@ def test_resizing_keeps_the_range(side: int, to_side: int, seed: int) -> None:
 def test_the_gradient_of_resizing_is_that_of_finite_differences(size: tuple[int, int]) -> None:
     x = drawn(1, 1, 5, 5, dtype=torch.float64).requires_grad_()
     assert torch.autograd.gradcheck(lambda image: resized(image, size), x)
+
+
+class Slow:
+    """Batches that say when they are asked for."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.asked = count, [Event() for _ in range(count + 1)]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for index in range(self.count):
+            self.asked[index].set()
+            yield torch.full((2, 1, 2, 2), index / 10)
+        self.asked[self.count].set()
+
+
+def test_the_next_batch_is_read_while_one_is_worked_on_elsewhere_than_on_the_cpu() -> None:
+    source = Slow(3)
+    seen = 0
+    for x, y in batches_on(torch.device("meta"), source):
+        assert (x.device.type, y, x.shape) == ("meta", None, (2, 1, 2, 2))
+        assert source.asked[seen + 1].wait(5), "nobody asked for the next one"
+        seen += 1
+    assert seen == 3
+
+
+def test_on_the_cpu_batches_come_when_they_are_asked_for() -> None:
+    source = Slow(2)
+    found = batches_on(torch.device("cpu"), source)
+    assert torch.equal(next(found)[0], torch.zeros(2, 1, 2, 2))
+    assert not source.asked[1].is_set()
+    assert torch.equal(next(found)[0], torch.full((2, 1, 2, 2), 0.1))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_bad_batch_is_named_on_every_device(device: str) -> None:
+    data = [torch.zeros(2, 1, 2, 2), "nothing"]
+    found = batches_on(torch.device(device), data)
+    next(found)
+    with pytest.raises(ValueError, match="batch 1"):
+        next(found)

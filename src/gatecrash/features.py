@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from gatecrash.encoder import Encoder, flat
 from gatecrash.files import replacing
-from gatecrash.images import Images, batches
+from gatecrash.images import Images, batches, batches_on
 from gatecrash.networks import hash_of
 from gatecrash.progress import tracked
 from gatecrash.protocols import Latent, leaves
@@ -337,9 +337,9 @@ def encoded(
     Raises:
         ValueError: the network's output is NaN or infinite; it names the first such batch.
     """
-    for index, (x, y) in enumerate(tracked(batches(data, batch_size), "encoding")):
+    for index, (x, y) in enumerate(tracked(batches_on(device, data, batch_size), "encoding")):
         with torch.no_grad():
-            latents = encode(x.to(device))
+            latents = encode(x)
         if not all(bool(leaf.isfinite().all()) for z in latents for leaf in leaves(z)):
             raise ValueError(f"the network's output has NaN or infinity, first in batch {index}")
-        yield latents, None if y is None else y.to(device)
+        yield latents, y

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
 
 import torch
@@ -92,6 +93,35 @@ def batches(data: Images, batch_size: int = 256, name: str = "images") -> Iterat
         if y is not None:
             check_labels(y, len(x), where)
         yield x, y
+
+
+def batches_on(device: torch.device, data: Images, batch_size: int = 256) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """The same on a device. Where that is not the CPU, the next batch is read and moved while one is worked on.
+
+    Raises:
+        ValueError: as `batches`.
+    """
+    source = batches(data, batch_size)
+    if device.type == "cpu":
+        yield from ((x.to(device), None if y is None else y.to(device)) for x, y in source)
+        return
+
+    def fetch() -> tuple[Tensor, Tensor | None] | None:
+        found = next(source, None)
+        return None if found is None else (moved(found[0], device), None if found[1] is None else found[1].to(device))
+
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        coming = pool.submit(fetch)
+        while (batch := coming.result()) is not None:
+            coming = pool.submit(fetch)
+            yield batch
+
+
+def moved(x: Tensor, device: torch.device) -> Tensor:
+    """Images on a device; to a GPU through pinned memory, so that nobody waits for the copy."""
+    if device.type == "cuda" and x.device.type == "cpu":
+        return x.pin_memory().to(device, non_blocking=True)
+    return x.to(device)
 
 
 def check_batch_size(batch_size: object) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gatecrash.features import Reader, reader_key, shared_pass
-from gatecrash.images import Images, batches
+from gatecrash.images import Images, batches_on
 from gatecrash.progress import tracked
 from gatecrash.protocols import Latent
 from gatecrash.speed import full_float32
@@ -52,9 +52,9 @@ def score_batches(
     for reader in wanted:
         readers.setdefault(reader_key(reader), reader)
     keys, run = [reader_key(reader) for reader in wanted], shared_pass(list(readers.values()))
-    for index, (x, _) in enumerate(tracked(batches(data, batch_size), "scoring")):
+    for index, (x, _) in enumerate(tracked(batches_on(detectors[0].device, data, batch_size), "scoring")):
         with torch.no_grad(), full_float32():
-            read = dict(zip(readers, run(x.to(detectors[0].device)), strict=True))
+            read = dict(zip(readers, run(x), strict=True))
             latents = [read[key] for key in keys]
             scores = [d.judge(z).to(x.dtype) for d, z in zip(detectors, latents, strict=False)]
         for detector, found in zip(detectors, scores, strict=True):
