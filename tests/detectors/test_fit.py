@@ -483,13 +483,14 @@ import re, sys
 from pathlib import Path
 import torch
 from torch import nn
-from gatecrash import features, mixture
+from gatecrash import features
+from gatecrash.mixture import rows
 from gatecrash.detectors import GMM, Mahalanobis, RelativeMahalanobis, Temperature, ZhengHong, distance, fit_all
 from gatecrash.encoder import Encoder
 
 features.ROWS //= 32
 distance.CHUNK //= 32
-mixture.cells = lambda device: 1 << 17
+rows.cells = lambda device: 1 << 17
 torch.set_num_threads(1)
 torch.manual_seed(0)
 
