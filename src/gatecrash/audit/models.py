@@ -16,7 +16,7 @@ from torch import nn
 
 from gatecrash.audit.plan import ModelPlan
 from gatecrash.files import at_home
-from gatecrash.networks import NETWORKS, PRETRAINED, hash_of, load_weights
+from gatecrash.networks import NETWORKS, PRETRAINED, check_hash, load_weights
 from gatecrash.networks.clip import load_clip, read_preprocessing
 from gatecrash.registry import Registry, unknown
 
@@ -168,15 +168,8 @@ def bundled(folder: Path) -> ModelPlan:
 
 def check_weights(model: nn.Module, folder: Path) -> None:
     """Raises a ValueError where a model bundle's weights are not those that its manifest has the hash of."""
-    manifest = folder / "manifest.json"
-    if not manifest.is_file():
-        return
-    try:
-        known = json.loads(manifest.read_text(encoding="utf-8")).get("weights_sha256")
-    except (json.JSONDecodeError, AttributeError) as error:
-        raise ValueError(f"{manifest} is damaged: {' '.join(str(error).split())}") from error
-    if known is not None and known != hash_of(model):
-        raise ValueError(f"{folder / 'model.safetensors'} was changed: its weights are not those of {manifest}")
+    if (folder / "manifest.json").is_file():
+        check_hash(model, folder, required=False)
 
 
 def completed(plan: ModelPlan, folder: Path) -> ModelPlan:

@@ -11,7 +11,7 @@ import torch
 from gatecrash.densities.base import DENSITIES, Density
 from gatecrash.files import write_text
 from gatecrash.fitting import History
-from gatecrash.networks import hash_of, load_weights, save_weights
+from gatecrash.networks import check_hash, hash_of, load_weights, save_weights
 
 SCHEMA = 1
 
@@ -55,12 +55,6 @@ def as_read(density: Density) -> Density:
 
 def check_weights(density: Density, folder: Path) -> None:
     """Raises a ValueError where a bundle's weights are not those that its manifest has the hash of."""
-    weights, manifest = folder / "model.safetensors", folder / "manifest.json"
-    if not manifest.is_file():
+    if not (folder / "manifest.json").is_file():
         raise ValueError(f"{folder} is no bundle of a density: manifest.json is missing")
-    try:
-        known = json.loads(manifest.read_text(encoding="utf-8"))["weights_sha256"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{manifest} is damaged: {' '.join(str(error).split())}") from error
-    if known != hash_of(density):
-        raise ValueError(f"{weights} was changed: its weights are not those of {manifest}")
+    check_hash(density, folder, required=True)

@@ -9,7 +9,7 @@ from gatecrash.networks.resnet34_cifar import ResNet34Cifar
 from gatecrash.networks.resnet_cifar import ResNetCifar
 from gatecrash.networks.small_cnn import SmallCNN
 from gatecrash.networks.vgg13 import VGG13
-from gatecrash.networks.weights import hash_of, load_weights, save_weights
+from gatecrash.networks.weights import check_hash, hash_of, load_weights, save_weights
 from gatecrash.networks.wide_resnet import WideResNet
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "SmallCNN",
     "VGG13",
     "WideResNet",
+    "check_hash",
     "hash_of",
     "load_weights",
     "pretrained_path",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import pickletools
 import re
 import warnings
@@ -197,3 +198,21 @@ def hash_of(model: nn.Module) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
+
+
+def check_hash(model: nn.Module, folder: Path, *, required: bool) -> None:
+    """Raises a ValueError where the weights in a bundle are not those that its manifest has the hash of.
+
+    Args:
+        model: the network as it was read.
+        folder: the bundle.
+        required: whether a manifest without a hash is damaged.
+    """
+    manifest = folder / "manifest.json"
+    try:
+        content = json.loads(manifest.read_text(encoding="utf-8"))
+        known = content["weights_sha256"] if required else content.get("weights_sha256")
+    except (json.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{manifest} is damaged: {' '.join(str(error).split())}") from error
+    if known is not None and known != hash_of(model):
+        raise ValueError(f"{folder / 'model.safetensors'} was changed: its weights are not those of {manifest}")
