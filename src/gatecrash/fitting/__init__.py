@@ -1,7 +1,7 @@
 """The one fit loop: what trains a network, whatever it learns."""
 
 from gatecrash.fitting.checkpoint import History
-from gatecrash.fitting.devices import make_fabric, several
+from gatecrash.fitting.devices import disband, make_fabric, several
 from gatecrash.fitting.loop import fit
 from gatecrash.fitting.material import Material
 from gatecrash.fitting.recipe import Recipe
@@ -16,6 +16,7 @@ __all__ = [
     "Recipe",
     "Stateless",
     "Step",
+    "disband",
     "fit",
     "generator_of",
     "make_fabric",

@@ -35,6 +35,13 @@ def several() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
+def disband(fabric: Fabric) -> None:
+    """Wait for every process, then end their group: one that exits while the group stands may abort on its way out."""
+    if several():
+        fabric.barrier()
+        torch.distributed.destroy_process_group()
+
+
 def agree(tensors: Iterable[Tensor]) -> None:
     """Every process gets the first one's tensors: batch statistics are each process's own."""
     if several():

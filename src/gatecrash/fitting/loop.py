@@ -66,7 +66,7 @@ def fit(
         folder: where checkpoint and logs go: `checkpoint.json`, the `checkpoint-EPOCH.safetensors` that it names,
             `epochs.csv`, and `events/` for TensorBoard.
         resume: go on from the checkpoint in the folder, where there is one.
-        fabric: devices and processes; `make_fabric` by default.
+        fabric: devices and processes; `make_fabric` by default. `disband` it when several processes are done.
         evaluate: called after every epoch, in every process, with the network in eval mode and with the weights that
             would be kept; its numbers join the log.
         title: what the progress bar calls the run.

@@ -11,14 +11,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
-import torch
-
 from gatecrash.audit.manifest import code_hash, pick_device
 from gatecrash.audit.plan import plan_text, read_plan
 from gatecrash.data import fingerprint
 from gatecrash.encoder import Encoder
 from gatecrash.files import write_text
-from gatecrash.fitting import make_fabric, several
+from gatecrash.fitting import disband, make_fabric, several
 from gatecrash.harden.evaluate import HardenRow, evaluated
 from gatecrash.harden.methods import METHODS
 from gatecrash.harden.plan import GIVEN, HardenPlan, MethodPlan
@@ -101,9 +99,7 @@ def harden_plan(
     if not finished:
         compute(job, out, fabric)
     results: HardenResults = json.loads((out / "results.json").read_text(encoding="utf-8"))
-    if several():
-        fabric.barrier()
-        torch.distributed.destroy_process_group()
+    disband(fabric)
     return results
 
 
