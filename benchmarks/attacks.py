@@ -2,10 +2,12 @@
 
     python benchmarks/attacks.py DATA OUT --parts two_sided,collisions,curves,minimal,verdicts [--count 500]
 
-A part can be of some detectors only, as in `two_sided:odin+msp`.
+A part can be of some detectors only, as in `two_sided:odin+msp`. `worst` is the second audit of `verdicts` alone, on
+`--worst` images of either side.
 
 DATA holds cifar10_train.npz, cifar10_test.npz, gtsrb_test.npz and tiny.npz (x uint8 N×H×W×3, y) at 32×32, and
-densenet_bc.safetensors and resnet20.safetensors. OUT gets one JSON file per part.
+densenet_bc.safetensors and resnet20.safetensors. OUT gets one JSON file per part, written after every stage, and the
+folders of the audits; an audit that was killed goes on in the next call with the same options.
 """
 
 from __future__ import annotations
@@ -13,10 +15,9 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ import gatecrash as gate
 from gatecrash.attacks.curve import perturbation_curve
 from gatecrash.attacks.minimal import minimal
 from gatecrash.audit.checks.gradients import gradient_at, probed
+from gatecrash.files import write_text
 from gatecrash.metrics import auroc
 from gatecrash.networks import DenseNetBC, ResNetCifar, load_weights
 
@@ -35,13 +37,19 @@ CIFAR = {"mean": (0.4914, 0.4822, 0.4465), "std": (0.2023, 0.1994, 0.2010)}
 IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 PIXEL = 1 / 255
 
+Results = Iterator[dict[str, Any]]
+"""What a part found so far, after each of its stages."""
+Audits = dict[str, tuple[list[dict[str, Any]], dict[str, Tensor], int]]
+"""Attacks, sets of outliers and how many images of each, by the audit's title."""
+
 
 class Setting:
     """Networks, images and detectors, fitted."""
 
-    def __init__(self, data: Path, count: int, fit: int, device: str, speed: str) -> None:
-        self.device = device
-        self.train = read(data / "cifar10_train.npz", fit, device)
+    def __init__(self, options: argparse.Namespace, device: str) -> None:
+        self.options, self.device = options, device
+        data, count = options.data, options.count
+        self.train = read(data / "cifar10_train.npz", options.fit, device)
         self.inliers = read(data / "cifar10_test.npz", count, device)[0]
         self.outliers = {name: read(data / f"{name}.npz", count, device)[0] for name in ("gtsrb_test", "tiny")}
         densenet = load_weights(DenseNetBC(), data / "densenet_bc.safetensors").to(
@@ -50,7 +58,7 @@ class Setting:
         resnet = load_weights(ResNetCifar(20), data / "resnet20.safetensors").to(
             device, memory_format=torch.channels_last
         )
-        made = SPEEDS[speed]
+        made = SPEEDS[options.speed]
         trunk = made(trunk_of(densenet))
         self.logits = gate.Encoder(nn.Sequential(trunk, densenet.fc), **CIFAR)
         self.features = gate.Encoder(trunk, **CIFAR)
@@ -109,7 +117,10 @@ class Compiled(Filled):
 
 
 class Graphed(Filled):
-    """The network as CUDA graphs: what a batch launches is recorded once and launched as a whole."""
+    """The network as CUDA graphs: what a batch launches is recorded once, and launched as a whole.
+
+    On a CPU the network as it is.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -117,6 +128,9 @@ class Graphed(Filled):
 
     def run(self, x: Tensor) -> Tensor:
         """The output for a batch of one of the sizes; a copy, since the graph writes the next one in its place."""
+        if not x.is_cuda:
+            unrecorded: Tensor = self.model(x)
+            return unrecorded
         grad = x.requires_grad and torch.is_grad_enabled()
         key = len(x), grad, torch.backends.cudnn.allow_tf32  # a graph rounds as it did when it was recorded
         if key not in self.graphs:
@@ -170,9 +184,9 @@ def read(path: Path, count: int, device: str) -> tuple[Tensor, Tensor]:
     return x.contiguous().to(device), torch.from_numpy(content["y"][:count]).long().to(device)
 
 
-def two_sided(setting: Setting, steps: int = 10) -> dict[str, Any]:
+def two_sided(setting: Setting, steps: int = 10) -> Results:
     """L∞ 1/255 on both sides: Chen et al.'s attack, the score's own, and the suite."""
-    ball, table = gate.Linf(PIXEL), []
+    ball, table, budget = gate.Linf(PIXEL), [], setting.options.budget
     for name, detector in setting.detectors.items():
         began = time.monotonic()
         clean_in = detector.scores(setting.inliers, 500)
@@ -186,7 +200,7 @@ def two_sided(setting: Setting, steps: int = 10) -> dict[str, Any]:
                 others = everything if side == "in" else setting.inliers[:200]
                 softmax = gate.attack_softmax(setting.logits, x, ball, side=side, steps=steps)
                 push = gate.evict if side == "in" else gate.admit
-                suite = gate.worst_case(detector, x, ball, side, "standard", others=others, stop=stops[side])
+                suite = gate.worst_case(detector, x, ball, side, budget, others=others, stop=stops[side])
                 attacked[key] = {
                     "softmax": detector.scores(softmax.x, 500),
                     "score": detector.scores(push(detector, x, ball, steps=steps).x, 500),
@@ -195,6 +209,7 @@ def two_sided(setting: Setting, steps: int = 10) -> dict[str, Any]:
                 table.append(
                     {"winners": dict(Counter(suite.winner)), "detector": name, "set": key, "spent": suite.spent}
                 )
+                yield {"rows": table}
         for key, out in clean_out.items():
             table.append(
                 {
@@ -208,12 +223,12 @@ def two_sided(setting: Setting, steps: int = 10) -> dict[str, Any]:
                 }
             )
             print(json.dumps(table[-1]), flush=True)
-    return {"rows": table}
+            yield {"rows": table}
 
 
-def collisions(setting: Setting, steps: int = 100, eps: float = 10.0) -> dict[str, Any]:
+def collisions(setting: Setting, eps: float = 10.0) -> Results:
     """Noise made to collide with inliers in the logits of ODIN's preprocessed input, for each of sixteen settings."""
-    table = []
+    table, steps = [], setting.options.steps
     generator = torch.Generator().manual_seed(0)
     noise = torch.rand(setting.inliers.shape, generator=generator).to(setting.device)
     apart = (noise - setting.inliers).flatten(1).norm(dim=1)
@@ -235,13 +250,14 @@ def collisions(setting: Setting, steps: int = 100, eps: float = 10.0) -> dict[st
                 }
             )
             print(json.dumps(table[-1]), flush=True)
-    return {"eps": eps, "steps": steps, "rows": table}
+            yield {"eps": eps, "steps": steps, "rows": table}
 
 
-def curves(setting: Setting) -> dict[str, Any]:
+def curves(setting: Setting) -> Results:
     """AUROC against the size of the perturbation, in the shape of Fort's tables, both directions and both norms."""
     table = []
-    named = {name: setting.detectors[name] for name in ("msp", "mahalanobis", "rmd")} | setting.ensembles
+    named = {name: setting.detectors[name] for name in ("msp", "mahalanobis", "rmd") if name in setting.detectors}
+    named |= {title: both for title, both in setting.ensembles.items() if title.partition(",")[0] in named}
     count = len(setting.inliers)
     for name, detector in named.items():
         for key, outliers in setting.outliers.items():
@@ -266,16 +282,15 @@ def curves(setting: Setting) -> dict[str, Any]:
                         }
                     )
                     print(name, key, direction, norm, table[-1]["rows"], flush=True)
-    return {"count": count, "rows": table}
+                    yield {"count": count, "rows": table}
 
 
-def smallest(setting: Setting) -> dict[str, Any]:
+def smallest(setting: Setting) -> Results:
     """The smallest perturbation that carries an outlier below the threshold of 95 % of the inliers, and the reverse."""
     table = []
-    count = min(128, len(setting.inliers))
     for name, detector in setting.detectors.items():
         detector.calibrate(setting.inliers)
-        for side, images in (("out", setting.outliers["gtsrb_test"][:count]), ("in", setting.inliers[:count])):
+        for side, images in (("out", setting.outliers["gtsrb_test"]), ("in", setting.inliers)):
             for norm in ("linf", "l2"):
                 began = time.monotonic()
                 found = minimal(detector, images, norm, float(detector.threshold), side=side)
@@ -284,43 +299,52 @@ def smallest(setting: Setting) -> dict[str, Any]:
                         "detector": name,
                         "side": side,
                         "norm": norm,
-                        "median": float(found.distance.median()),
-                        "quartiles": found.distance.quantile(
-                            torch.tensor([0.25, 0.75], device=setting.device)
-                        ).tolist(),
+                        "median": found.median,
+                        "quartiles": list(found.quantiles((0.25, 0.75)).values()),
                         "never": int(found.distance.isinf().sum()),
                         "across already": int((found.distance == 0).sum()),
-                        "n": count,
+                        "evaluations": float(found.evaluations.double().mean()),
+                        "n": len(images),
                         "seconds": time.monotonic() - began,
                     }
                 )
                 print(json.dumps(table[-1]), flush=True)
-    return {"rows": table}
+                yield {"rows": table}
 
 
-def verdicts(setting: Setting) -> dict[str, Any]:
+def verdicts(setting: Setting) -> Results:
     """What the checks say of audits with the attacks of the other parts: 10 steps, the collision, the suite."""
-    pixel = {"norm": "linf", "eps": PIXEL}
+    pixel, steps = {"norm": "linf", "eps": PIXEL}, setting.options.steps
     noise = torch.rand(setting.inliers.shape, generator=torch.Generator().manual_seed(0)).to(setting.device)
     short = [
         {"name": "softmax", "ball": pixel, "steps": 10},
         {"name": "admit", "side": "both", "ball": pixel, "steps": 10},
-        {"name": "collide", "of": "detector", "ball": {"norm": "l2", "eps": 10.0}, "start": ["noise"], "steps": 100},
+        {"name": "collide", "of": "detector", "ball": {"norm": "l2", "eps": 10.0}, "start": ["noise"], "steps": steps},
     ]
-    suite = [{"name": "worst_case", "ball": pixel, "budget": "standard"}]
-    return audited(
-        setting,
-        {
-            "10 steps and collisions": (short, setting.outliers | {"noise": noise}, len(setting.inliers)),
-            "worst case, standard": (suite, {"gtsrb_test": setting.outliers["gtsrb_test"]}, 64),
-        },
-    )
+    first = {"10 steps and collisions": (short, setting.outliers | {"noise": noise}, len(setting.inliers))}
+    yield from audited(setting, first | suite_of(setting))
 
 
-def precision(setting: Setting) -> dict[str, Any]:
+def worst(setting: Setting) -> Results:
+    """The audit with the suite."""
+    yield from audited(setting, suite_of(setting))
+
+
+def suite_of(setting: Setting) -> Audits:
+    """The suite on both sides, on `--worst` images of either."""
+    options = setting.options
+    attack = {"name": "worst_case", "ball": {"norm": "linf", "eps": PIXEL}, "budget": options.budget}
+    gtsrb = {"gtsrb_test": setting.outliers["gtsrb_test"]}
+    return {f"worst case, {options.budget}": ([attack], gtsrb, min(options.worst, options.count))}
+
+
+def precision(setting: Setting) -> Results:
     """What rounding does to 10 steps on few images, and to gradients: for a CPU, which does not round to TF32."""
     attacks = [{"name": "admit", "side": "both", "ball": {"norm": "linf", "eps": PIXEL}, "steps": 10}]
-    found = audited(setting, {"10 steps": (attacks, {"gtsrb_test": setting.outliers["gtsrb_test"]}, 64)})
+    found: dict[str, Any] = {}
+    for result in audited(setting, {"10 steps": (attacks, {"gtsrb_test": setting.outliers["gtsrb_test"]}, 64)}):
+        found |= result
+        yield found
     few = torch.cat([setting.inliers[:8], setting.outliers["gtsrb_test"][:8]]).clamp(1e-3, 1 - 1e-3)
     for name, detector in setting.detectors.items():
         gradient = gradient_at(detector, few, len(few))
@@ -331,23 +355,31 @@ def precision(setting: Setting) -> dict[str, Any]:
                 "spoilt by rounding": int(probe.lost.sum()),
             }
             print(name, found[f"gradients of {name}"], "of", len(few), flush=True)
-    return found
+            yield found
 
 
-def audited(setting: Setting, audits: dict[str, tuple[list[dict[str, Any]], dict[str, Tensor], int]]) -> dict[str, Any]:
+def audited(setting: Setting, audits: Audits) -> Results:
     """The checks and rows of audits, each of some attacks, sets of outliers and so many images of each."""
     table = []
     for title, (attacks, outliers, count) in audits.items():
         began = time.monotonic()
-        with tempfile.TemporaryDirectory() as folder:
-            sets = {name: x[:count] for name, x in outliers.items()}
+        name = "_".join([title.replace(", ", "_").replace(" ", "_"), str(count), *setting.detectors])
+        folder = setting.options.out / f"audit_{name}"
+        sets = {name: x[:count] for name, x in outliers.items()}
+        if not (folder / "results.json").is_file():
             try:
                 gate.audit(
-                    setting.detectors, setting.inliers[:count], sets, out=folder, attacks=attacks, batch_size=500
+                    setting.detectors,
+                    setting.inliers[:count],
+                    sets,
+                    out=folder,
+                    attacks=attacks,
+                    batch_size=500,
+                    resume=(folder / "plan.yaml").is_file(),
                 )
             except ModuleNotFoundError as missing:  # the report's charts; the results are written before them
                 print("no report:", missing)
-            results = json.loads((Path(folder) / "results.json").read_text())
+        results = json.loads((folder / "results.json").read_text())
         table.append(
             {
                 "audit": title,
@@ -361,7 +393,7 @@ def audited(setting: Setting, audits: dict[str, tuple[list[dict[str, Any]], dict
             }
         )
         print(json.dumps(table[-1] | {"rows": len(table[-1]["rows"])}), flush=True)
-    return {"audits": table}
+        yield {"audits": table}
 
 
 PARTS = {
@@ -370,17 +402,21 @@ PARTS = {
     "curves": curves,
     "minimal": smallest,
     "verdicts": verdicts,
+    "worst": worst,
     "precision": precision,
 }
 
 
 def main() -> None:
-    """Run the parts asked for, one JSON file each."""
+    """Run the parts asked for, one JSON file each, written after every stage."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--parts", default="two_sided,collisions,curves,minimal,verdicts")
     parser.add_argument("--count", type=int, default=500)
+    parser.add_argument("--worst", type=int, default=64, help="images of either side in the audit with the suite")
+    parser.add_argument("--budget", default="standard", choices=["quick", "standard", "thorough"], help="of the suite")
+    parser.add_argument("--steps", type=int, default=100, help="of the collisions")
     parser.add_argument("--fit", type=int, default=8000)
     parser.add_argument("--speed", default="plain", choices=SPEEDS)
     parser.add_argument("--tag", default="")
@@ -388,22 +424,24 @@ def main() -> None:
     torch.backends.cudnn.benchmark = options.speed != "plain"
     device = "cuda" if torch.cuda.is_available() else "cpu"
     began = time.monotonic()
-    setting = Setting(options.data, options.count, options.fit, device, options.speed)
+    setting = Setting(options, device)
+    print(f"networks, images and fitted detectors: {time.monotonic() - began:.1f} s", flush=True)
     everything = setting.detectors
     options.out.mkdir(parents=True, exist_ok=True)
     for said in options.parts.split(","):
         start = time.monotonic()
         part, _, names = said.partition(":")
         setting.detectors = {name: everything[name] for name in names.split("+")} if names else everything
-        result = PARTS[part](setting)
-        result |= {
-            "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-            "torch": torch.__version__,
-            "count": result.get("count", options.count),
-            "seconds": time.monotonic() - start,
-        }
-        (options.out / f"{part}{options.tag}.json").write_text(json.dumps(result, indent=1))
-        print(part, f"{time.monotonic() - start:.0f} s, {time.monotonic() - began:.0f} s since the start", flush=True)
+        for result in PARTS[part](setting):
+            seconds = time.monotonic() - start
+            result |= {
+                "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+                "torch": torch.__version__,
+                "count": result.get("count", options.count),
+                "seconds": seconds,
+            }
+            write_text(options.out / f"{part}{options.tag}.json", json.dumps(result, indent=1))
+            print(f"{part}: {seconds:.1f} s, {time.monotonic() - began:.1f} s since the start", flush=True)
 
 
 if __name__ == "__main__":

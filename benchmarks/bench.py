@@ -1,10 +1,11 @@
 """What is timed, in one table: each measure beside its goal, and whether the goal is met here.
 
-    python benchmarks/bench.py OUT [--data DATA] [--quick]
+    python benchmarks/bench.py OUT [--data DATA] [--quick] [--parts overhead,detectors,searches]
 
 `make bench` does this with the peers installed. Without DATA: the overhead of the loop over a minimal one and over the
 peers, and the speed of detectors. With DATA (see `benchmarks/prepare.py`) and a GPU also the collision, its throughput,
-the audit and how cost grows. OUT gets `table.md`, and the JSON files of the benchmarks it is made of.
+the audit and how cost grows (`searches`). OUT gets `table.md`, and the JSON files of the benchmarks it is made of.
+`--quick` shows whether everything runs, on a CPU too; its numbers mean nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +23,22 @@ from typing import NamedTuple
 import torch
 
 HERE = Path(__file__).parent
+PARTS = ("overhead", "detectors", "searches")
+SMALL = {
+    "count": 2,
+    "steps": 10,
+    "tries": 2,
+    "batch": 2,
+    "batches": 2,
+    "length": 3,
+    "audited": 4,
+    "batch-audit": 4,
+    "fit": 200,
+    "grown-images": 2,
+    "grown-steps": 2,
+    "components": 2,
+}
+"""The sizes of `speed.py` that a CPU can bear."""
 
 
 class Line(NamedTuple):
@@ -76,9 +93,10 @@ def detectors(out: Path, quick: bool) -> Iterator[Line]:
                 yield Line(f"CPU, {part}, {name}: times as fast as the peer", ratio, found["wanted"], least=True)
 
 
-def searches(data: Path, out: Path) -> Iterator[Line]:
+def searches(data: Path, out: Path, quick: bool) -> Iterator[Line]:
     """The collision on ResNet-50, its throughput, the audit and how cost grows, on a GPU."""
-    if not run("speed.py", str(data), str(out), "--parts", "collide,throughput,audit,growth"):
+    sizes = [f"--{name}={size}" for name, size in SMALL.items()] if quick else []
+    if not run("speed.py", str(data), str(out), "--parts", "collide,throughput,audit,growth", *sizes):
         return
     rows = json.loads((out / "collide.json").read_text())["rows"]
     reached = [row for row in rows if row.get("reached") and "mixed" in row["what"]]
@@ -109,11 +127,16 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--data", type=Path, default=None)
     parser.add_argument("--quick", action="store_true", help="few repetitions, to see whether everything runs")
+    parser.add_argument("--parts", default=",".join(PARTS))
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    lines = [*overhead(options.out, options.quick), *detectors(options.out, options.quick)]
-    if options.data is not None and torch.cuda.is_available():
-        lines += searches(options.data, options.out)
+    parts, quick, lines = options.parts.split(","), options.quick, list[Line]()
+    if "overhead" in parts:
+        lines += overhead(options.out, quick)
+    if "detectors" in parts:
+        lines += detectors(options.out, quick)
+    if "searches" in parts and options.data is not None and (quick or torch.cuda.is_available()):
+        lines += searches(options.data, options.out, quick)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
     head = f"{datetime.now(UTC):%Y-%m-%d}, {device}, torch {torch.__version__}, {torch.get_num_threads()} threads"
     table = "\n".join([head, "", "| what | here | goal | met |", "|---|---|---|---|", *map(str, lines)])

@@ -45,6 +45,7 @@ class Setting:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.device = options, "cuda" if torch.cuda.is_available() else "cpu"
+        self.began = time.monotonic()
         data = options.data
         options.out.mkdir(parents=True, exist_ok=True)
         self.train = read(data / "cifar10_train.npz", self.device, options.fit)
@@ -64,7 +65,8 @@ class Setting:
         self.content: dict[str, Any] = {"options": {key: str(value) for key, value in vars(options).items()}}
 
     def keep(self, name: str, row: dict[str, Any]) -> None:
-        """Print a row and write all of them."""
+        """Print a row and write all of them, with the seconds since the start."""
+        row = row | {"elapsed": round(time.monotonic() - self.began, 1)}
         self.content.setdefault(name, []).append(row)
         print(json.dumps({name: row}), flush=True)
         write_text(self.options.out / "ccu.json", json.dumps(self.content, indent=1) + "\n")
@@ -159,7 +161,9 @@ def measured(setting: Setting, name: str, detector: CCU) -> None:
     facts = {"accuracy": float(right.float().mean()), "taken for in": float((odds > 0).float().mean())}
     setting.keep("inliers", {"detector": name, **facts, "stretch": float(detector.stretch)})
     softmax = gate.detectors.MSP(detector.encoder)
-    for kind, images in {**setting.far, **setting.near}.items():
+    sets = {**setting.far, **setting.near}
+    for kind in options.sets.split(";") if options.sets else sets:
+        images = sets[kind]
         clean = {"ccu": auroc(inside, detector.scores(images, 250))}
         clean["softmax"] = auroc(softmax.scores(x, 250), softmax.scores(images, 250))
         for ball in (gate.Linf(options.linf / 255), gate.L2(options.l2)):
@@ -204,6 +208,7 @@ def main() -> None:
     parser.add_argument("--bundle", type=Path)
     parser.add_argument("--train", action="store_true")
     parser.add_argument("--no-post-hoc", action="store_true")
+    parser.add_argument("--sets", default="", help="only these outliers, by their names, between semicolons")
     parser.add_argument("--fit", type=int, default=50000)
     parser.add_argument("--test", type=int, default=2000)
     parser.add_argument("--exposed", type=int, default=5000)
@@ -232,6 +237,7 @@ def main() -> None:
     measured(setting, "joint", joint)
     if not options.no_post_hoc:
         measured(setting, "post hoc", post_hoc(setting))
+    print(f"{time.monotonic() - setting.began:.0f} s on {setting.device}", flush=True)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from torch import Tensor
 import gatecrash as gate
 from gatecrash.detectors import GMM, Detector, FeatureMAF, FeatureVAE
 from gatecrash.detectors.learned import Learned
+from gatecrash.files import write_text
 from gatecrash.images import resized, to_channels
 from gatecrash.metrics import aupr_out, auroc, mann_whitney
 from gatecrash.networks import DenseNetBC, load_weights
@@ -201,7 +202,7 @@ def main() -> None:
             results["rows"].append(row)
             results["means"] = means(results["rows"])
             results["epochs"] = options.known or options.epochs
-            (options.out / "feature_densities.json").write_text(json.dumps(results, indent=1) + "\n")
+            write_text(options.out / "feature_densities.json", json.dumps(results, indent=1) + "\n")
     for row in results["means"]:
         print(json.dumps(row), flush=True)
 

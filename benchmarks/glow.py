@@ -45,6 +45,7 @@ class Setting:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.device = options, "cuda" if torch.cuda.is_available() else "cpu"
+        self.began = time.monotonic()
         data = options.data
         if options.inliers == "cifar10":
             self.train = read(data / "cifar10_train.npz", self.device, options.fit)
@@ -60,7 +61,8 @@ class Setting:
         self.images: dict[str, Any] = {}
 
     def keep(self, name: str, row: dict[str, Any]) -> None:
-        """Print a row and write all of them."""
+        """Print a row and write all of them, with the seconds since the start."""
+        row = row | {"elapsed": round(time.monotonic() - self.began, 1)}
         self.content.setdefault(name, []).append(row)
         short = {key: value for key, value in row.items() if not isinstance(value, dict)}
         print(json.dumps({name: short}), flush=True)
@@ -287,7 +289,6 @@ def main() -> None:
     options = options_of()
     options.out.mkdir(parents=True, exist_ok=True)
     torch.backends.cudnn.benchmark = True
-    began = time.monotonic()
     setting = Setting(options)
     glow = trained(setting)
     quality(setting, glow)
@@ -299,7 +300,7 @@ def main() -> None:
         clean(setting, kind.name, detector)
         matched(setting, kind.name, detector)
         across(setting, kind.name, detector)
-    print(f"{time.monotonic() - began:.0f} s on {setting.device}", flush=True)
+    print(f"{time.monotonic() - setting.began:.0f} s on {setting.device}", flush=True)
 
 
 if __name__ == "__main__":

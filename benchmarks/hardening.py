@@ -25,6 +25,7 @@ import gatecrash as gate
 from gatecrash.attacks import attack_mahalanobis, attack_softmax, pgd
 from gatecrash.audit.models import bundled, load_model
 from gatecrash.data import load_source
+from gatecrash.files import write_text
 from gatecrash.fitting import Material, Recipe, fit
 from gatecrash.harden import HardenPlan, harden_plan
 from gatecrash.metrics import auroc, detection_error, fpr_at_tpr
@@ -134,6 +135,7 @@ def images_of(data: Path, source: str, limit: int, seed: int = 0) -> tuple[Tenso
 def evaluate(options: argparse.Namespace) -> None:
     """Accuracy and detection of every method's network, clean and attacked on both sides."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    began = time.monotonic()
     x, y = images_of(options.data, f"npz:{options.set}_test.npz", 10**9)
     if y is None:
         raise SystemExit("the test images have no labels")
@@ -156,10 +158,17 @@ def evaluate(options: argparse.Namespace) -> None:
             if eps != 1 and said.partition("-")[0] not in ("ce", "oe", "aloe"):
                 continue
             rows += [facts | row for row in two_sided(encoder, detectors, few, outliers, eps / 255)]
+            written(options, rows, f"{said}, {eps:g} grey levels: {time.monotonic() - began:.1f} s since the start")
         if said == "ce" and not options.no_mahalanobis:
             rows += [facts | row for row in mahalanobis(options, encoder, x, few, outliers)]
-        (options.out / f"{options.set}{options.tag}.json").write_text(json.dumps({"rows": rows}, indent=1))
+            written(options, rows, f"{said}, mahalanobis: {time.monotonic() - began:.1f} s since the start")
     summary(rows)
+
+
+def written(options: argparse.Namespace, rows: list[dict[str, Any]], stage: str) -> None:
+    """Write the rows so far, and say which stage is done."""
+    write_text(options.out / f"{options.set}{options.tag}.json", json.dumps({"rows": rows}, indent=1))
+    print(stage, flush=True)
 
 
 def right(encoder: gate.Encoder, x: Tensor, y: Tensor) -> float:

@@ -46,6 +46,7 @@ class Setting:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.device = options, "cuda" if torch.cuda.is_available() else "cpu"
+        self.began = time.monotonic()
         data = options.data
         options.out.mkdir(parents=True, exist_ok=True)
         self.train = read(data / "cifar10_train.npz", self.device, options.fit)
@@ -54,7 +55,8 @@ class Setting:
         self.images: dict[str, Any] = {}
 
     def keep(self, name: str, row: dict[str, Any]) -> None:
-        """Print a row and write all of them."""
+        """Print a row and write all of them, with the seconds since the start."""
+        row = row | {"elapsed": round(time.monotonic() - self.began, 1)}
         self.content.setdefault(name, []).append(row)
         print(json.dumps({name: row}), flush=True)
         write_text(self.options.out / "jem.json", json.dumps(self.content, indent=1) + "\n")
@@ -226,6 +228,7 @@ def main() -> None:
     clean(setting, encoder)
     sampled(setting, encoder)
     collided(setting, encoder)
+    print(f"{time.monotonic() - setting.began:.0f} s on {setting.device}", flush=True)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ import torch
 
 MARGIN = 1.1
 """A batch is taken to cost so many times what it did in the trial."""
+NOISE = 0.05
+"""A difference below this share of a trial says little: batches that seem to cost nothing would be trained for ever."""
 TRIAL = 8
 """Batches of a trial's epoch."""
 
@@ -27,7 +29,7 @@ def epochs_within(seconds: float, fit: Callable[[int], Any], trial: int, images:
     began = time.monotonic()
     fit(1)
     one, four = (timed(fit, epochs) for epochs in (1, 4))
-    each = MARGIN * max(four - one, 1e-6) / (3 * trial)
+    each = MARGIN * max(four - one, NOISE * four) / (3 * trial)
     left = seconds - (time.monotonic() - began)
     epochs, used = within(max(0.0, left / each), images, batch)
     print(f"{each:.4f} s per batch of {batch}: {epochs} epochs of {used} images in {left:.0f} s", flush=True)

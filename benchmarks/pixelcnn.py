@@ -27,6 +27,7 @@ import gatecrash as gate
 from gatecrash.data import load_source
 from gatecrash.densities import PixelCNN, save_density, train_density
 from gatecrash.detectors import Detector, PixelCNNLikelihood
+from gatecrash.files import write_text
 from gatecrash.fitting import Recipe, seeded
 from gatecrash.images import resized, to_channels
 from gatecrash.metrics import aupr_in, aupr_out, auroc, mann_whitney
@@ -43,12 +44,14 @@ class Rows:
 
     def __init__(self, path: Path, about: dict[str, Any]) -> None:
         self.path, self.content = path, {**about, "paper": PAPER, "rows": []}
+        self.began = time.monotonic()
 
     def add(self, **row: Any) -> None:
-        """Print and keep a row."""
+        """Print and keep a row, with the seconds since the start."""
+        row["elapsed"] = round(time.monotonic() - self.began, 1)
         print(json.dumps(row), flush=True)
         self.content["rows"].append(row)
-        self.path.write_text(json.dumps(self.content, indent=1) + "\n")
+        write_text(self.path, json.dumps(self.content, indent=1) + "\n")
 
 
 def read(path: Path, count: int, device: str) -> tuple[Tensor, Tensor]:

@@ -36,6 +36,7 @@ import gatecrash as gate
 from gatecrash.data import load_source
 from gatecrash.data.embedded import fashion
 from gatecrash.detectors import CollisionResidual, Detector, Mahalanobis, Reconstruction, fit_all
+from gatecrash.files import write_text
 from gatecrash.metrics import auroc
 from gatecrash.networks import DenseNetBC, load_weights
 from gatecrash.networks.pretrained import PRETRAINED
@@ -263,7 +264,7 @@ def main() -> None:
 
     def write() -> None:
         result["seconds"] = time.monotonic() - began
-        (options.out / "reconstruction.json").write_text(json.dumps(result, indent=1))
+        write_text(options.out / "reconstruction.json", json.dumps(result, indent=1))
 
     for part in options.parts.split(","):
         bundle, about = trained(setting, part)

@@ -4,16 +4,21 @@
 
 DATA holds imagenet.npz (x uint8 250×224×224×3), chest_xray.jpg and resnet50.safetensors (with the stride in the first
 convolution of a block); cifar10_test.npz, cifar10_train.npz, gtsrb_test.npz and densenet_bc.safetensors. OUT gets one
-JSON file per part. `float32`: no TF32 anywhere; `default`: torch's flags as they are, TF32 in convolutions only.
+JSON file per part, written after every stage; without a GPU, networks are prepared for the CPU, to see that all parts
+run. A network is compiled after 200 calls of a size, which a short part does not reach: `--compile-after 1` times
+compiled code, beside `first_seconds` with the compiling. `float32`: no TF32 anywhere; `default`: torch's flags as they
+are, TF32 in convolutions only.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,13 +31,18 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import gatecrash as gate
+from gatecrash.files import write_text
 from gatecrash.networks import DenseNetBC, load_weights
+from gatecrash.prepared import Preparation, preparing
 
 CIFAR = {"mean": (0.4914, 0.4822, 0.4465), "std": (0.2023, 0.1994, 0.2010)}
 IMAGENET = {"mean": (123.68 / 255, 116.779 / 255, 103.939 / 255)}
 EPS = 5.0
 PIXEL = 1 / 255
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+Results = Iterator[dict[str, Any]]
+"""What a part found so far, after each of its stages."""
 
 
 @contextmanager
@@ -129,7 +139,7 @@ def mape_of(f: Callable[[Tensor], Tensor], x: Tensor, target: Tensor) -> Tensor:
     return (z - wanted).abs().mean(dim=1) / wanted.abs().amax(dim=1)
 
 
-def collide(data: Path, options: argparse.Namespace) -> dict[str, Any]:
+def collide(data: Path, options: argparse.Namespace) -> Results:
     """The time to the median MAPE that the paper's recipe reaches in 1,000 steps."""
     images, start = imagenet(data, options.count)
     model = resnet50(data)
@@ -138,18 +148,19 @@ def collide(data: Path, options: argparse.Namespace) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     with flags("float32"):
         by_hand(f, start[:50], images[:50], EPS, 3, 50)
-        began = now()
-        by_hand(f, start, images, EPS, options.steps // 10, options.batch)
-        strict = 10 * (now() - began)
+        began, tenth = now(), max(1, options.steps // 10)
+        by_hand(f, start, images, EPS, tenth, options.batch)
+        strict = options.steps / tenth * (now() - began)
+    result = {"count": len(images), "eps": EPS, "rows": rows}
     rows.append({"what": "by hand, float32", "steps": options.steps, "seconds": strict, "of": "a tenth, times ten"})
-    print(rows[-1], flush=True)
+    yield result
     with flags("default"):
         began = now()
         x = by_hand(f, start, images, EPS, options.steps, options.batch)
         seconds = now() - began
     goal = float(mape_of(f, x, images).median())
     rows.append({"what": "by hand, default", "steps": options.steps, "seconds": seconds, "median_mape": goal})
-    print(rows[-1], flush=True)
+    yield result
     for steps in options.tries:
         for precision in ("float32", "mixed"):
             times = []
@@ -164,11 +175,10 @@ def collide(data: Path, options: argparse.Namespace) -> dict[str, Any]:
             row |= {"first_seconds": times[0], "reported_mape": float(found.mape.median())}  # type: ignore[union-attr]
             row |= {"times_float32": strict / times[1], "times_default": seconds / times[1], "reached": median <= goal}
             rows.append(row)
-            print(row, flush=True)
-    return {"count": len(images), "eps": EPS, "rows": rows}
+            yield result
 
 
-def throughput(data: Path, options: argparse.Namespace) -> dict[str, Any]:
+def throughput(data: Path, options: argparse.Namespace) -> Results:
     """Images times steps per second of a collision on ResNet-18 at 224 px."""
     from torchvision.models import resnet18
 
@@ -206,8 +216,7 @@ def throughput(data: Path, options: argparse.Namespace) -> dict[str, Any]:
                     seconds.append(now() - began)
             rate = batch * options.length / statistics.median(seconds)
             rows.append({"batch": batch, "what": name, "image_steps_per_second": rate})
-            print(rows[-1], flush=True)
-    return {"rows": rows}
+            yield {"rows": rows}
 
 
 def peers() -> dict[str, Callable[[nn.Module, Tensor, Tensor, int], object]]:
@@ -232,7 +241,7 @@ def peers() -> dict[str, Callable[[nn.Module, Tensor, Tensor, int], object]]:
     return found
 
 
-def curve(data: Path, options: argparse.Namespace) -> dict[str, Any]:
+def curve(data: Path, options: argparse.Namespace) -> Results:
     """MAPE against evaluations, ours and the paper's recipe, and the share of samples under 0.1 %."""
     settings: dict[str, tuple[gate.Encoder, Tensor, Tensor, float]] = {}
     images, start = imagenet(data, options.few)
@@ -251,15 +260,15 @@ def curve(data: Path, options: argparse.Namespace) -> dict[str, Any]:
                 with torch.no_grad():
                     mape = (f(x) - z).abs().mean(dim=1) / z.abs().amax(dim=1)
                 rows.append({"setting": title, "what": "by hand", "steps": step, **facts(mape)})
-                print(rows[-1], flush=True)
+                print(rows[-1], flush=True)  # the next stage is far
 
         by_hand(f, begin, target, eps, max(options.marks), len(begin), watch)
+        yield {"count": options.few, "rows": rows}
         for steps in options.marks:
             found = gate.collide(encoder, begin, target, gate.L2(eps), steps=steps)
             mape = mape_of(f, found.x, target)
             rows.append({"setting": title, "what": "gatecrash", "steps": steps, **facts(mape)})
-            print(rows[-1], flush=True)
-    return {"count": options.few, "rows": rows}
+            yield {"count": options.few, "rows": rows}
 
 
 def facts(mape: Tensor) -> dict[str, float]:
@@ -267,13 +276,17 @@ def facts(mape: Tensor) -> dict[str, float]:
     return {"median_mape": float(mape.median()), "under_0.1_percent": float((mape < 1e-3).float().mean())}
 
 
-def audit(data: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """A two-sided audit of five detectors, and what of its time is the network's own."""
+def audit(data: Path, options: argparse.Namespace) -> Results:
+    """A two-sided audit of five detectors, and what of its time is the network's own: that of its passes, alone.
+
+    `attack_share` is that of the passes of the attacks only, without those of clean scores and checks.
+    """
     model = densenet(data)
     encoder, features = gate.Encoder(model, **CIFAR), gate.Encoder(model, "avgpool", **CIFAR)
     inliers, outliers = cifar(data, "cifar10_test", options.audited), cifar(data, "gtsrb_test", options.audited)
     content = np.load(data / "cifar10_train.npz")
-    train = cifar(data, "cifar10_train", 5000), torch.from_numpy(content["y"][:5000]).long().to(DEVICE)
+    labels = torch.from_numpy(content["y"][: options.fit]).long().to(DEVICE)
+    train = cifar(data, "cifar10_train", options.fit), labels
     kinds = gate.detectors
     detectors = {
         "msp": kinds.MSP(encoder),
@@ -284,7 +297,8 @@ def audit(data: Path, options: argparse.Namespace) -> dict[str, Any]:
     }
     gate.fit_all(list(detectors.values()), train)
     attack = {"name": "admit", "side": "both", "ball": {"norm": "linf", "eps": PIXEL}, "steps": 10}
-    alone = pass_seconds(encoder, inliers[: options.batch_audit])
+    passes: Counter[Pass] = Counter()
+    hook = model.register_forward_pre_hook(lambda _, given: passes.update([pass_of(given[0])]))
     began = now()
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -293,11 +307,23 @@ def audit(data: Path, options: argparse.Namespace) -> dict[str, Any]:
             )
         except ModuleNotFoundError as missing:  # the report's charts; the results are written before them
             print("no report:", missing)
+        seconds = now() - began
         samples = gate_samples(Path(folder))
-    seconds = now() - began
-    passes = sum(samples.values()) + samples["odin"]  # ODIN's step is a pass of its own
-    own = passes / options.batch_audit * alone
-    return {"seconds": seconds, "network_seconds": own, "share": own / seconds, "evaluations": samples}
+    hook.remove()
+    print(f"{seconds:.1f} s, {passes.total()} passes of {len(passes)} kinds", flush=True)
+    alone = {kind: pass_seconds(model, inliers, kind) for kind in passes}
+    own = sum(count * alone[kind] for kind, count in passes.items())
+    attacks = sum(samples.values()) + samples["odin"]  # ODIN's step is a pass of its own
+    size = min(options.batch_audit, len(inliers))
+    attacking = attacks / size * pass_seconds(model, inliers, (size, True, torch.float32))
+    yield {
+        "seconds": seconds,
+        "network_seconds": own,
+        "share": own / seconds,
+        "attack_share": attacking / seconds,
+        "evaluations": samples,
+        "passes": [[size, grad, str(dtype), count] for (size, grad, dtype), count in passes.items()],
+    }
 
 
 def gate_samples(folder: Path) -> dict[str, int]:
@@ -311,12 +337,27 @@ def gate_samples(folder: Path) -> dict[str, int]:
     return spent
 
 
-def pass_seconds(encoder: gate.Encoder, x: Tensor, repeats: int = 10) -> float:
-    """Seconds of a forward and backward pass of the network alone."""
+Pass = tuple[int, bool, torch.dtype]
+"""What the time of a pass depends on: how many images, whether a gradient is asked for, and the numbers' kind."""
+
+
+def pass_of(x: Tensor) -> Pass:
+    """The pass of a network on such images."""
+    return len(x), x.requires_grad and torch.is_grad_enabled(), x.dtype
+
+
+def pass_seconds(model: nn.Module, images: Tensor, kind: Pass, repeats: int = 5) -> float:
+    """Seconds of such a pass of the network alone, backward included where a gradient is asked for."""
+    size, grad, dtype = kind
+    network = model if dtype == torch.float32 else copy.deepcopy(model).to(dtype)
+    x = images.repeat(-(-size // len(images)), 1, 1, 1)[:size].to(dtype)
 
     def run() -> None:
-        y = x.detach().requires_grad_()
-        torch.autograd.grad(encoder(y).logsumexp(dim=1).sum(), y)  # type: ignore[union-attr]
+        y = x.detach().requires_grad_(grad)
+        with torch.set_grad_enabled(grad):
+            value = network(y).logsumexp(dim=1).sum()
+        if grad:
+            torch.autograd.grad(value, y)
 
     run()
     began = now()
@@ -325,44 +366,47 @@ def pass_seconds(encoder: gate.Encoder, x: Tensor, repeats: int = 10) -> float:
     return (now() - began) / repeats
 
 
-def growth(data: Path, options: argparse.Namespace) -> dict[str, Any]:
+def growth(data: Path, options: argparse.Namespace) -> Results:
     """How time and memory grow with images, steps and components."""
     encoder = gate.Encoder(densenet(data), **CIFAR)
-    rows = []
-    noise = torch.rand(2000, 3, 32, 32, device=DEVICE)
-    targets = cifar(data, "cifar10_test", 2000)
+    rows: list[dict[str, Any]] = []
+    few, short = options.grown_images, options.grown_steps
+    targets = cifar(data, "cifar10_test", 10 * few)
+    if len(targets) < 10 * few:
+        raise SystemExit(f"growth needs {10 * few} images in cifar10_test.npz, which has {len(targets)}")
+    noise = torch.rand(targets.shape, device=DEVICE)
 
     def measured(count: int, steps: int) -> dict[str, float]:
         if DEVICE == "cuda":
             torch.cuda.reset_peak_memory_stats()
         began = now()
         gate.collide(
-            encoder, noise[:count], targets[:count], gate.L2(10.0), steps=steps, batch_size=200, precision="float32"
+            encoder, noise[:count], targets[:count], gate.L2(10.0), steps=steps, batch_size=few, precision="float32"
         )
+        seconds = now() - began
         peak = torch.cuda.max_memory_allocated() / 2**20 if DEVICE == "cuda" else 0.0
-        return {"seconds": now() - began, "peak_mib": peak}
+        return {"seconds": seconds, "peak_mib": peak}
 
-    measured(200, 5)
-    for count, steps in ((200, 20), (2000, 20), (200, 200)):
+    measured(few, 5)
+    for count, steps in ((few, short), (10 * few, short), (few, 10 * short)):
         rows.append({"images": count, "steps": steps, **measured(count, steps)})
-        print(rows[-1], flush=True)
+        yield {"rows": rows}
     from gatecrash.mixture import fit_mixture
 
-    z = torch.randn(50000, 342, device=DEVICE)
-    for components in (100, 1000):
+    z = torch.randn(500 * options.components, 342, device=DEVICE)
+    for components in (options.components, 10 * options.components):
         fit_mixture(z, components, steps=1)
         began = now()
         fit_mixture(z, components, steps=10, tol=0.0)
         rows.append({"components": components, "seconds": now() - began})
-        print(rows[-1], flush=True)
-    return {"rows": rows}
+        yield {"rows": rows}
 
 
 PARTS = {"collide": collide, "throughput": throughput, "curve": curve, "audit": audit, "growth": growth}
 
 
 def main() -> None:
-    """Run the parts asked for, one JSON file each."""
+    """Run the parts asked for, one JSON file each, written after every stage."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path)
     parser.add_argument("out", type=Path)
@@ -377,18 +421,27 @@ def main() -> None:
     parser.add_argument("--marks", type=int, nargs="*", default=[100, 300, 1000, 3000])
     parser.add_argument("--audited", type=int, default=10000)
     parser.add_argument("--batch-audit", type=int, default=500)
+    parser.add_argument("--fit", type=int, default=5000, help="images that the detectors of the audit are fitted to")
+    parser.add_argument("--grown-images", type=int, default=200, help="of the growth; ten times as many are next")
+    parser.add_argument("--grown-steps", type=int, default=20, help="likewise")
+    parser.add_argument("--components", type=int, default=100, help="likewise, of the mixture, each for 500 latents")
+    parser.add_argument("--compile-after", type=int, default=Preparation().compile_after, help="calls of one size")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     for part in options.parts.split(","):
         began = time.monotonic()
-        result = PARTS[part](options.data, options)
-        result |= {
-            "device": torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu",
-            "torch": torch.__version__,
-            "total_seconds": time.monotonic() - began,
-        }
-        (options.out / f"{part}.json").write_text(json.dumps(result, indent=1))
-        print(part, f"{time.monotonic() - began:.0f} s", flush=True)
+        with preparing(devices=(DEVICE,), compile_after=options.compile_after):
+            for result in PARTS[part](options.data, options):
+                seconds = time.monotonic() - began
+                result |= {
+                    "device": torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu",
+                    "torch": torch.__version__,
+                    "compile_after": options.compile_after,
+                    "total_seconds": seconds,
+                }
+                write_text(options.out / f"{part}.json", json.dumps(result, indent=1))
+                print(result["rows"][-1] if "rows" in result else result, flush=True)
+                print(f"{part}: {seconds:.1f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from speed import CIFAR, DEVICE, EPS, IMAGENET, cifar, densenet, imagenet, mape_
 from torch import Tensor
 
 import gatecrash as gate
+from gatecrash.files import write_text
 from gatecrash.protocols import State, Walk
 from gatecrash.search import search
 from gatecrash.stepper import Adamax, Apgd, Normalised, gradient_of
@@ -219,7 +220,7 @@ def main() -> None:
                 facts |= {"seconds": time.monotonic() - began}
                 rows.append({"network": setting.title, "way": name, "evaluations": evaluations, **facts})
                 print(rows[-1], flush=True)
-                (options.out / "steppers.json").write_text(json.dumps({**about, "rows": rows}, indent=1))
+                write_text(options.out / "steppers.json", json.dumps({**about, "rows": rows}, indent=1))
     drawn(rows, options.out / "steppers.svg")
 
 

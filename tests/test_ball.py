@@ -155,7 +155,7 @@ def test_projections_onto_one_centre_are_projections(case: tuple[Ball, Tensor, T
     for own in (ball, Upwards(ball.eps, ball.box)):
         project = own.projection(centre)
         for points in (x, y, x.float().double()):
-            assert torch.equal(project(points), own.project(points, centre))
+            assert torch.equal(project(points.clone()), own.project(points, centre))
 
 
 def test_another_projection_put_in_the_place_of_a_balls_own_is_the_one_used(monkeypatch: pytest.MonkeyPatch) -> None:

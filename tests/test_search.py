@@ -235,6 +235,42 @@ def test_a_stepper_may_go_without_a_gradient() -> None:
     assert (found.value < found.start_value - 0.5).all()
 
 
+class Borrower:
+    """Goes to points whose memory is somebody else's, which a projection must not write into."""
+
+    needs_gradient = True
+
+    def begin(self, walk: Walk) -> State:
+        return {"far": walk.centre + 1.0}
+
+    def move(self, walk: Walk, state: State) -> Tensor:
+        if walk.step == 1:
+            assert bool((state["far"] == walk.centre + 1.0).all())
+        elsewhere = (state["far"], walk.x, walk.centre, torch.tensor(0.4).expand_as(walk.x), state["far"][:, :, :, :])
+        return elsewhere[walk.step % 5]
+
+
+@pytest.mark.parametrize("keep", ["best", "last"])
+def test_a_stepper_may_return_what_it_or_the_caller_holds(keep: str) -> None:
+    start, first = images(), images(seed=1)
+    found = search(ripples, start, Linf(0.2), stepper=Borrower(), steps=7, keep=keep, first=first)
+    assert torch.equal(start, images()) and torch.equal(first, images(seed=1))
+    torch.testing.assert_close(found.value, ripples(found.x, torch.arange(6)))
+
+
+def test_what_is_found_is_never_the_callers_own_tensor() -> None:
+    start = images()
+    for options in ({}, {"random_start": True}, {"stop": 1e9}, {"keep": "last", "stepper": Borrower(), "steps": 2}):
+        found = search(
+            lambda x, rows: 1 + 0 * x.flatten(1).sum(dim=1),
+            start,
+            Linf(0.2),
+            **{"stepper": Sign(), "steps": 3} | options,
+        )
+        found.x.fill_(0.5)
+        assert torch.equal(start, images()), options
+
+
 class LineSearcher:
     """A stepper with evaluations of its own."""
 

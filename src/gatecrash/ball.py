@@ -58,7 +58,10 @@ class Ball(ABC):
         """The nearest points of ball and box; `centre` must lie in the box."""
 
     def projection(self, centre: Tensor) -> Callable[[Tensor], Tensor]:
-        """`project` for one centre and many points: what depends on the centre alone is computed once."""
+        """`project` for one centre and many points: what depends on the centre alone is computed once.
+
+        The function may write into the points it is given.
+        """
         return partial(self.project, centre=centre)
 
     @abstractmethod
@@ -67,7 +70,11 @@ class Ball(ABC):
 
     def random_start(self, centre: Tensor, uniform: Tensor) -> Tensor:
         """A random point of ball and box: ±eps in every coordinate, from `uniform` in [0, 1), then projected."""
-        return self.project(torch.add(centre, uniform - 0.5, alpha=2 * self.eps), centre)
+        return self.project(self.scattered(centre, uniform), centre)
+
+    def scattered(self, centre: Tensor, uniform: Tensor) -> Tensor:
+        """The same before it is projected."""
+        return torch.add(centre, uniform - 0.5, alpha=2 * self.eps)
 
     def clamp(self, x: Tensor) -> Tensor:
         """The points moved into the box, where there is one."""
@@ -79,7 +86,7 @@ class Ball(ABC):
         if self.box is None:  # latents have any size, and rounding goes with it
             slack *= max(1.0, float(centre.abs().max()), self.eps)
         inside = self._within(x, centre, slack, exact)
-        if self.box is not None:
+        if self.box is not None and (waits(x) or not all_between(x, *self.box)):
             low, high = (bound.to(exact) for bound in (x.flatten(1).amin(dim=1), x.flatten(1).amax(dim=1)))
             inside &= (low >= self.box[0] - slack) & (high <= self.box[1] + slack)
         return inside
@@ -113,9 +120,9 @@ class Linf(Ball):
     def _within(self, x: Tensor, centre: Tensor, slack: float, exact: torch.dtype) -> Tensor:
         if self.box is not None and not waits(x):
             # A difference of two numbers of the box is rounded by far less than the slack.
-            rough = self.distance(x, centre) <= self.eps + slack / 2
-            if bool(rough.all()):
-                return rough
+            most = self.eps + slack / 2
+            if all_between(x - centre, -most, most):
+                return torch.ones(len(x), dtype=torch.bool)
         return super()._within(x, centre, slack, exact)
 
     def project(self, x: Tensor, centre: Tensor) -> Tensor:
@@ -123,10 +130,11 @@ class Linf(Ball):
         return self.clamp(x.clamp(centre - self.eps, centre + self.eps))
 
     def projection(self, centre: Tensor) -> Callable[[Tensor], Tensor]:
-        """One clamp between bounds that have the box in them, as long as `project` is the one above."""
+        """One clamp between bounds that have the box in them, in place, as long as `project` is the one above."""
         if type(self).project is not _CLAMPING_TWICE:
             return super().projection(centre)
-        return partial(torch.clamp, min=self.clamp(centre - self.eps), max=self.clamp(centre + self.eps))
+        low, high = self.clamp(centre - self.eps), self.clamp(centre + self.eps)
+        return partial(Tensor.clamp_, min=low, max=high)
 
     def direction(self, gradient: Tensor) -> Tensor:
         """The sign of the gradient."""
@@ -192,6 +200,12 @@ class L2(Ball):
 def waits(tensor: Tensor) -> bool:
     """Whether the host must wait before it can look at a value: on the CPU a look costs nothing."""
     return tensor.device.type != "cpu"
+
+
+def all_between(x: Tensor, low: float, high: float) -> bool:
+    """Whether all numbers lie between two, by one look at them; NaN does not."""
+    least, most = (float(bound) for bound in torch.aminmax(x))
+    return low <= least and most <= high
 
 
 def distance(x: Tensor, other: Tensor, norm: str) -> Tensor:

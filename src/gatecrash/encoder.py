@@ -16,6 +16,7 @@ from gatecrash.checkpointing import blocks_of, checkpointed
 from gatecrash.images import check_form, resized
 from gatecrash.protocols import Latent
 from gatecrash.taps import evaluating as evaluating
+from gatecrash.taps import every_module
 from gatecrash.taps import first_tensor as first_tensor
 from gatecrash.taps import recording as recording
 
@@ -110,8 +111,10 @@ class Encoder(nn.Module):
         return Head(linear[-1].weight, linear[-1].bias) if linear else None
 
     def at(self, layer: str | Sequence[str | None] | None, pool: Pool | Literal["same"] = "same") -> Encoder:
-        """The same network, normalisation and size, tapped elsewhere."""
+        """The same network, normalisation and size, tapped elsewhere; itself where it is tapped there already."""
         pool = self.pool if pool == "same" else pool
+        if type(self) is Encoder and (layer, pool) == (self.layer, self.pool):
+            return self
         return Encoder(self.model, layer, flat(self.mean), flat(self.std), self.size, pool, self.checkpointing)
 
     def train(self, mode: bool = True) -> Encoder:
@@ -140,7 +143,9 @@ class Encoder(nn.Module):
                 f"{type(self.model).__name__} writes into its input in some passes and not in others, so that images "
                 "were changed; let it compute x = x - m instead of x -= m"
             )
-        self._spares_inputs = not wrote and version is not None
+        spares = not wrote and version is not None
+        if spares != self._spares_inputs:  # a module takes as long to set an attribute as a small layer to run
+            self._spares_inputs = spares
         own = type(self.model).__name__
         return tuple(
             [first_tensor(output, own) if name is None else self._output_of(name, outputs) for name in self._names]
@@ -197,8 +202,8 @@ class Encoder(nn.Module):
 
 
 def first_floating(model: nn.Module) -> Tensor | None:
-    """The first parameter in floating point, by the shortest way: `parameters()` takes as long as a small layer."""
-    for module in model.modules():
+    """The first parameter in floating point."""
+    for module in every_module(model):
         for parameter in module._parameters.values():
             if parameter is not None and parameter.is_floating_point():
                 return parameter

@@ -8,11 +8,8 @@ from torch import Tensor
 from gatecrash.ball import waits
 from gatecrash.stepper import spread
 
-MOST = 4
-"""Points in time that may be remembered before what is kept of them is copied together."""
-
-SMALL = 2**22
-"""The numbers in a batch up to which several points in time are remembered: a larger one would take much memory."""
+ROOM = 2**24
+"""The numbers in all batches that may be remembered before what is kept of them is copied together."""
 
 
 class Kept:
@@ -33,12 +30,8 @@ class Kept:
     def x(self) -> Tensor:
         """The points, (B, ...); not to be written to."""
         if self._which is not None:
-            first = self._own()
-            for number, batch in enumerate(self._batches[1:], start=1):
-                rows = (self._which == number).nonzero().flatten()
-                if len(rows):
-                    first[rows] = batch[rows]
-            self._batches, self._which = [first], None
+            points = [self._batches[number][row] for row, number in enumerate(self._which.tolist())]
+            self._batches, self._which, self._owned = [torch.stack(points)], None, True
         return self._batches[0]
 
     def take_all(self, x: Tensor) -> None:
@@ -48,22 +41,22 @@ class Kept:
     def take(self, taken: Tensor, x: Tensor) -> None:
         """Keep the points of another batch, which is not written to afterwards, where `taken` (B,) holds."""
         if not waits(taken):
-            count = int(taken.sum())
+            count = int(taken.count_nonzero())
             if count == len(x):
                 self.take_all(x)
             if count in (0, len(x)):
                 return
-            if x.numel() <= SMALL:
+            if 4 * x.numel() <= ROOM:
                 self._remember(taken, x)
                 return
         first = self._own()
         torch.where(spread(taken, x), x, first, out=first)
 
     def _remember(self, taken: Tensor, x: Tensor) -> None:
-        if len(self._batches) == MOST:
+        if len(self._batches) * x.numel() >= ROOM:
             _ = self.x  # copies together
-        which = torch.zeros_like(taken, dtype=torch.long) if self._which is None else self._which
-        self._which = torch.where(taken, len(self._batches), which)
+        before = 0 if self._which is None else self._which
+        self._which = torch.where(taken, len(self._batches), before)
         self._batches.append(x)
 
     def _own(self) -> Tensor:

@@ -87,10 +87,15 @@ class Misclassify:
 
     logits: Encoder
     labels: Tensor
+    span: tuple[int, int] | None = None
+    """The least and the largest label, where they are still to be compared with the number of classes."""
 
     def __call__(self, x: Tensor, rows: Tensor) -> Tensor:
         """Minus the cross-entropy of every sample, (B,)."""
-        return -cross_entropy(single(self.logits(x)), self.labels[rows], reduction="none")
+        z = single(self.logits(x))
+        if self.span is not None and not 0 <= self.span[0] <= self.span[1] < z.shape[1]:
+            raise ValueError(f"labels must be from 0 to {z.shape[1] - 1}, got {self.span[0]} to {self.span[1]}")
+        return -cross_entropy(z, self.labels[rows], reduction="none")
 
 
 def squared_difference(z: Latent, target: Latent) -> Tensor:

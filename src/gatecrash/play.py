@@ -59,6 +59,8 @@ class Run:
     steps: Tensor
     evaluations: Tensor
     trajectory: Trajectory | None
+    owned: bool = False
+    """Whether nobody else has `x` and `value`, so that they may be written to."""
 
 
 @dataclass
@@ -72,8 +74,10 @@ class Play:
     limit: Tensor | None
     kept: Kept
     value: Tensor
-    steps: Tensor
-    evaluations: Tensor
+    steps: Tensor | int = 0
+    """(B,), or one number while it is everybody's."""
+    evaluations: Tensor | int = 0
+    """Likewise."""
     going: Tensor | None = None
     """(B,), False for those that reached their stop and change no more; None where nobody is held: without a stop, and
     in mixed precision, where it takes a plain evaluation to be done."""
@@ -114,8 +118,8 @@ class Play:
             limit=None if self.limit is None else self.limit[going],
             kept=Kept(self.x[going]),
             value=self.value[going],
-            steps=self.steps[going],
-            evaluations=self.evaluations[going],
+            steps=_of(self.steps, going),
+            evaluations=_of(self.evaluations, going),
             going=None if self.going is None else self.going[going],
         )
 
@@ -128,16 +132,19 @@ def run_from(
     rows: Tensor,
     left: Tensor | None,
     limit: Tensor | None,
+    project: Callable[[Tensor], Tensor],
     generator: torch.Generator,
     bar: Bar,
 ) -> Run:
     """One run from `point` for the samples `left`; what it returns holds all samples, the others at their start.
 
-    Where `start_value` is None, `point` is the start, and the first evaluation finds it.
+    Where `start_value` is None, `point` is the start, and the first evaluation finds it. `project` is the ball's around
+    `start`.
     """
     held, play = _begin(settings, start, start_value, rows, left, limit)
     x = point[play.at]
-    project = settings.ball.projection(play.centre)
+    if left is not None:
+        project = settings.ball.projection(play.centre)
     state: State = {}
     drawn: dict[int, Tensor] = {}  # the generator's state before the numbers of every step since the last look
 
@@ -189,7 +196,7 @@ def run_from(
             if len(going) < len(x):
                 _settle(held, play, step)
             if len(going) == 0:
-                _rewind(generator, drawn, int(play.steps.max()))
+                _rewind(generator, drawn, int(torch.as_tensor(play.steps).max()))
                 bar.advance(settings.steps - step)
                 return held
             if len(going) < len(x):
@@ -197,7 +204,8 @@ def run_from(
                 play = play.only(going)
                 project = settings.ball.projection(play.centre)
             drawn.clear()
-        x = project(settings.stepper.move(walk, state)).detach()
+        moved = settings.stepper.move(walk, state)
+        x = project(moved if _is_new(moved, walk, state) else moved.clone()).detach()
         play.steps += play.count
     if settings.mixed:
         play.value, _ = evaluate(settings, play.x, play.rows)
@@ -220,8 +228,8 @@ def _begin(
     first_value = start.new_zeros(len(start)) if start_value is None else start_value
     at: slice | Tensor = slice(None) if left is None else left
     held = Run(
-        x=start.clone(),
-        value=value.clone(),
+        x=start,
+        value=value,
         start_value=start_value,
         steps=torch.zeros_like(rows),
         evaluations=torch.zeros_like(rows),
@@ -234,8 +242,6 @@ def _begin(
         limit=None if limit is None else limit[at],
         kept=Kept(held.x[at]),
         value=(unknown if settings.mixed else value)[at],  # a pace's values are compared with its own only
-        steps=torch.zeros_like(rows[at]),
-        evaluations=torch.zeros_like(rows[at]),
         going=None if limit is None or settings.mixed else torch.ones_like(rows[at], dtype=torch.bool),
     )
     return held, play
@@ -249,7 +255,7 @@ def _going(settings: Settings, play: Play, limit: Tensor, start_value: Tensor) -
     seem = (~going).nonzero().flatten()
     if len(seem):
         value, _ = evaluate(settings, play.x[seem], play.rows[seem])
-        play.evaluations[seem] += 1
+        play.evaluations = play.evaluations + torch.zeros_like(play.rows).index_fill(0, seem, 1)
         going[seem] = value > limit[seem]
         play.value[seem] = torch.where(going[seem], play.value[seem], value)
     return going
@@ -264,9 +270,19 @@ def _restate(play: Play, state: State, value: Tensor) -> None:
             state[name] = state[name] + shift
 
 
+def _of(counts: Tensor | int, rows: Tensor) -> Tensor | int:
+    """Some samples' counts."""
+    return counts if isinstance(counts, int) else counts[rows]
+
+
 def _settle(held: Run, play: Play, step: int) -> None:
     """Write what the samples in play have come to, for the rows of the trajectory still to come too."""
-    held.x[play.at], held.value[play.at] = play.x, play.value
+    if isinstance(play.at, slice):
+        held.x, held.value = play.x, play.value
+    else:
+        if not held.owned:
+            held.x, held.value, held.owned = held.x.clone(), held.value.clone(), True
+        held.x[play.at], held.value[play.at] = play.x, play.value
     held.steps[play.at], held.evaluations[play.at] = play.steps, play.evaluations
     if held.trajectory is not None:
         _record(held.trajectory, slice(step, None), play)
@@ -296,13 +312,19 @@ def _evaluated(objective: Objective, with_gradient: bool, x: Tensor, rows: Tenso
         value = objective(x, rows)
         gradient = None
         if value.requires_grad:
-            (gradient,) = torch.autograd.grad(value.sum(), x, allow_unused=True)
+            (gradient,) = torch.autograd.grad(value, x, torch.ones_like(value), allow_unused=True)
     if gradient is None:
         raise ValueError(
             f"{name_of(objective)} has no gradient with respect to the images, so it cannot be attacked with one; look "
             "for detach(), no_grad() or numpy between the images and its value"
         )
     return value.detach().to(x.dtype), gradient
+
+
+def _is_new(moved: Tensor, walk: Walk, state: State) -> bool:
+    """Whether a stepper's next point has memory of its own, all of it, which may be written to."""
+    others = {tensor.untyped_storage().data_ptr() for tensor in (walk.x, walk.centre, *state.values())}
+    return moved.is_contiguous() and moved.untyped_storage().data_ptr() not in others
 
 
 def _compacted(walk: Walk, state: State, going: Tensor) -> tuple[Walk, State]:

@@ -146,6 +146,7 @@ def _search(
     """All runs inside one ball, the best of them per sample."""
     limit = None if stop is None else torch.as_tensor(stop, dtype=start.dtype, device=start.device).expand(len(rows))
     elsewhere = settings.random_start or first is not None
+    project = settings.ball.projection(start)
     best = _at_start(settings, start, rows) if elsewhere or settings.mixed else None
     start_value = None if best is None else best.value
     for number in range(settings.restarts + (warm is not None)):
@@ -157,11 +158,11 @@ def _search(
         if number == settings.restarts and warm is not None:
             point = warm
         elif number == 0 and first is not None:
-            point = settings.ball.project(first, start)
+            point = project(first.clone())
         elif number > 0 or settings.random_start:
             uniform = torch.rand(start.shape, generator=generator, device=generator.device, dtype=start.dtype)
-            point = settings.ball.random_start(start, uniform.to(start.device))
-        run = run_from(settings, point, start, start_value, rows, left, limit, generator, bar)
+            point = project(settings.ball.scattered(start, uniform.to(start.device)))
+        run = run_from(settings, point, start, start_value, rows, left, limit, project, generator, bar)
         start_value = run.start_value
         best = run if best is None else _better(best, run, anew=settings.keep == "last")
     if best is None or start_value is None:
@@ -170,7 +171,8 @@ def _search(
     if not bool(inside.all()):
         raise RuntimeError(f"{int((~inside).sum())} samples left the {settings.ball} they started in")
     success = best.value <= limit if limit is not None else best.value < start_value
-    return Found(best.x, best.value, start, start_value, success, best.steps, best.evaluations, best.trajectory)
+    x = best.x.clone() if best.x.data_ptr() == start.data_ptr() else best.x  # the start is the caller's
+    return Found(x, best.value, start, start_value, success, best.steps, best.evaluations, best.trajectory)
 
 
 def _at_start(settings: Settings, start: Tensor, rows: Tensor) -> Run:
@@ -178,7 +180,7 @@ def _at_start(settings: Settings, start: Tensor, rows: Tensor) -> Run:
     value, _ = evaluate(settings, start, rows)
     check_start_value(settings.objective, value, rows)
     trajectory = still(value, settings.steps) if settings.record else None
-    return Run(start.clone(), value, value, torch.zeros_like(rows), torch.ones_like(rows), trajectory)
+    return Run(start, value, value, torch.zeros_like(rows), torch.ones_like(rows), trajectory)
 
 
 def _unfinished(best: Run | None, limit: Tensor | None) -> Tensor | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Unpack
 
-import torch
 from torch import Tensor, nn
 
 from gatecrash.attacks.registry import register
@@ -12,7 +11,7 @@ from gatecrash.ball import Ball, Linf
 from gatecrash.encoder import as_encoder
 from gatecrash.found import Found
 from gatecrash.images import check_images, check_labels
-from gatecrash.objective import Misclassify, single
+from gatecrash.objective import Misclassify
 from gatecrash.protocols import Stepper
 from gatecrash.search import SearchOptions, search
 from gatecrash.stepper import Normalised, Sign
@@ -74,12 +73,8 @@ def _attack(
     """Search for the largest cross-entropy of the true label."""
     check_images(images)
     check_labels(labels, len(images))
-    logits = as_encoder(network).at(None)
-    with torch.no_grad():
-        classes = single(logits(images[:1])).shape[1]
-    if int(labels.min()) < 0 or int(labels.max()) >= classes:
-        raise ValueError(f"labels must be from 0 to {classes - 1}, got {int(labels.min())} to {int(labels.max())}")
-    return search(Misclassify(logits, labels.long()), images, ball, stepper=stepper, steps=steps, **options)
+    objective = Misclassify(as_encoder(network).at(None), labels.long(), (int(labels.min()), int(labels.max())))
+    return search(objective, images, ball, stepper=stepper, steps=steps, **options)
 
 
 def stepper_for(ball: Ball, step: float | None = None, share: float = 0.1) -> Stepper:

@@ -42,6 +42,6 @@ class Radii(Ball):
         """The gradient as a step of one radius."""
         return spread(self.radius, gradient) * self.unit.direction(gradient)
 
-    def random_start(self, centre: Tensor, uniform: Tensor) -> Tensor:
-        """A random point of every sample's own ball and the box."""
-        return self.project(centre + (2 * uniform - 1) * spread(self.radius, centre), centre)
+    def scattered(self, centre: Tensor, uniform: Tensor) -> Tensor:
+        """A random point of the cube around every sample's own ball."""
+        return centre + (2 * uniform - 1) * spread(self.radius, centre)
