@@ -75,7 +75,7 @@ def overhead(out: Path, quick: bool) -> Iterator[Line]:
         found = json.loads(file.read_text())["results"][network]
         ours = found["gatecrash"]["ratio"]
         yield Line(f"CPU, {network}: time of 20 steps of PGD over a minimal loop's", ours, goal, least=False)
-        for peer in ("torchattacks", "foolbox"):
+        for peer in ("torchattacks", "torchattacks, values", "foolbox"):
             if peer in found:
                 yield Line(f"CPU, {network}: the same over {peer}'s", ours / found[peer]["ratio"], 1.0, least=False)
 

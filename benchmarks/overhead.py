@@ -84,6 +84,15 @@ def by_torchattacks(model: nn.Module, images: Tensor, labels: Tensor, steps: int
     return adversarial
 
 
+def with_values(model: nn.Module, images: Tensor, labels: Tensor, steps: int) -> Tensor:
+    """torchattacks, and then what `gate.pgd` tells besides: every image's loss before and after."""
+    adversarial = by_torchattacks(model, images, labels, steps)
+    with torch.no_grad():
+        for x in (images, adversarial):
+            cross_entropy(model(x), labels, reduction="none")
+    return adversarial
+
+
 def by_foolbox(model: nn.Module, images: Tensor, labels: Tensor, steps: int) -> Tensor:
     """The same by foolbox."""
     import foolbox
@@ -96,8 +105,9 @@ def by_foolbox(model: nn.Module, images: Tensor, labels: Tensor, steps: int) -> 
 
 def contestants() -> dict[str, Attack]:
     """The attacks that can run here, the minimal loop first."""
-    peers: dict[str, Attack] = {"torchattacks": by_torchattacks, "foolbox": by_foolbox}
-    installed = {library: attack for library, attack in peers.items() if find_spec(library)}
+    peers: dict[str, Attack] = {"torchattacks": by_torchattacks, "torchattacks, values": with_values}
+    peers["foolbox"] = by_foolbox
+    installed = {name: attack for name, attack in peers.items() if find_spec(name.split(",")[0])}
     return {"minimal loop": minimal_loop, "gatecrash": ours, **installed}
 
 
@@ -148,7 +158,7 @@ def main() -> None:
         results[network] = compare(network, asked.rounds, asked.steps, asked.batch, asked.device)
         for name, numbers in results[network].items():
             print(
-                f"{network:<14}{name:<14}{1000 * numbers['seconds']:9.1f} ms{numbers['ratio']:8.3f} × by the clock"
+                f"{network:<14}{name:<22}{1000 * numbers['seconds']:9.1f} ms{numbers['ratio']:8.3f} × by the clock"
                 f"{numbers['process_ratio']:8.3f} × by process time"
             )
     if asked.out:

@@ -188,8 +188,10 @@ class Encoder(nn.Module):
             ) from error
 
     def _find(self, names: tuple[str | None, ...]) -> dict[str, nn.Module]:
-        known = dict(self.model.named_modules(remove_duplicate=False))
         wanted = [name for name in names if name is not None]
+        if not wanted:
+            return {}
+        known = dict(self.model.named_modules(remove_duplicate=False))
         for name in wanted:
             if name not in known or not name:
                 raise ValueError(no_such_layer(name, [key for key in known if key], type(self.model).__name__))

@@ -20,47 +20,52 @@ class Kept:
     """
 
     def __init__(self, x: Tensor) -> None:
-        self._batches = [x]
-        self._which: Tensor | None = None
-        """(B,), the batch that every point is in; None for the only one."""
+        self._batches = {0: x}
+        """The batches that points are taken from, in the order of time."""
+        self._which: list[int] | None = None
+        """The batch that every point is in; None for the only one."""
         self._owned = False
-        """Whether nobody else refers to the first batch, so that it may be written to."""
+        """Whether nobody else refers to the only batch, so that it may be written to."""
 
     @property
     def x(self) -> Tensor:
         """The points, (B, ...); not to be written to."""
         if self._which is not None:
-            points = [self._batches[number][row] for row, number in enumerate(self._which.tolist())]
-            self._batches, self._which, self._owned = [torch.stack(points)], None, True
+            points = [self._batches[number][row] for row, number in enumerate(self._which)]
+            self._batches, self._which, self._owned = {0: torch.stack(points)}, None, True
         return self._batches[0]
 
     def take_all(self, x: Tensor) -> None:
         """Keep another batch, which is not written to afterwards."""
-        self._batches, self._which, self._owned = [x], None, False
+        self._batches, self._which, self._owned = {0: x}, None, False
 
     def take(self, taken: Tensor, x: Tensor) -> None:
         """Keep the points of another batch, which is not written to afterwards, where `taken` (B,) holds."""
         if not waits(taken):
-            count = int(taken.count_nonzero())
-            if count == len(x):
+            flags = taken.tolist()
+            if all(flags):
                 self.take_all(x)
-            if count in (0, len(x)):
+                return
+            if not any(flags):
                 return
             if 4 * x.numel() <= ROOM:
-                self._remember(taken, x)
+                self._remember(flags, x)
                 return
         first = self._own()
         torch.where(spread(taken, x), x, first, out=first)
 
-    def _remember(self, taken: Tensor, x: Tensor) -> None:
+    def _remember(self, taken: list[bool], x: Tensor) -> None:
         if len(self._batches) * x.numel() >= ROOM:
             _ = self.x  # copies together
-        before = 0 if self._which is None else self._which
-        self._which = torch.where(taken, len(self._batches), before)
-        self._batches.append(x)
+        number = max(self._batches) + 1
+        before = self._which or [0] * len(taken)
+        self._which = [number if new else old for new, old in zip(taken, before, strict=True)]
+        self._batches[number] = x
+        needed = set(self._which)
+        self._batches = {number: batch for number, batch in self._batches.items() if number in needed}
 
     def _own(self) -> Tensor:
-        """The first batch, as one that may be written to."""
+        """The only batch, as one that may be written to."""
         if not self._owned:
             self._batches[0], self._owned = self._batches[0].clone(), True
         return self._batches[0]
