@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gatecrash import L2, Encoder, admit, collide
 from gatecrash.densities import Autoencoder, load_density
 from gatecrash.detectors import CollisionResidual, Energy, Mahalanobis, Reconstruction
-from gatecrash.detectors.reconstruction import Norm, Whitened, principal
+from gatecrash.detectors.residual import Norm, Whitened, principal
 from small_models import blank, one_thread, squares, trained_net
 
 assert one_thread
@@ -105,7 +105,7 @@ def test_there_are_no_more_directions_than_half_the_inliers() -> None:
 def test_many_rows_are_the_same_as_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     r = uneven(50, 30)
     whole = principal(r, 2)
-    monkeypatch.setattr("gatecrash.detectors.reconstruction.ROWS", 7)
+    monkeypatch.setattr("gatecrash.detectors.residual.ROWS", 7)
     for one, other in zip(whole, principal(r, 2), strict=True):
         torch.testing.assert_close(one.abs(), other.abs(), rtol=1e-8, atol=1e-12)
 

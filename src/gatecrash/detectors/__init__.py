@@ -4,6 +4,7 @@ from gatecrash.detectors.autoregressive import PixelCNNLikelihood
 from gatecrash.detectors.base import DETECTORS, Card, Detector, build, register
 from gatecrash.detectors.calibrated import Temperature
 from gatecrash.detectors.certified import CCU, Certified
+from gatecrash.detectors.collision_residual import CollisionResidual
 from gatecrash.detectors.confident import Confident
 from gatecrash.detectors.density import GMM, ZhengHong
 from gatecrash.detectors.distance import Mahalanobis, RelativeMahalanobis
@@ -15,7 +16,7 @@ from gatecrash.detectors.gram import Gram
 from gatecrash.detectors.jem import JEM
 from gatecrash.detectors.likelihood import GlowLikelihood, InputComplexity
 from gatecrash.detectors.logits import MSP, ODIN, Energy, MaxLogit, OutlierExposureScore
-from gatecrash.detectors.reconstruction import CollisionResidual, Reconstruction
+from gatecrash.detectors.reconstruction import Reconstruction
 from gatecrash.detectors.scoring import scores_all
 from gatecrash.detectors.words import MCM, CLIPZeroShot, clip_encoder
 
