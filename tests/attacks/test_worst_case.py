@@ -7,8 +7,8 @@ from torch import Tensor
 from gatecrash import L2, Ball, Encoder, Linf, worst_case
 from gatecrash.attacks.averaged import Averaged
 from gatecrash.attacks.ranked import Ranked
+from gatecrash.attacks.suite import WorstCase
 from gatecrash.attacks.surrogates import SURROGATES, log_odds, margin, unprocessed
-from gatecrash.attacks.worst_case import WorstCase
 from gatecrash.detectors import (
     DETECTORS,
     MSP,

@@ -12,7 +12,8 @@ from gatecrash.attacks.registry import ATTACKS, Attack
 from gatecrash.attacks.rounding import Rounded, RoundedFound, to_8bit
 from gatecrash.attacks.score import admit, evict, score_to
 from gatecrash.attacks.softmax import attack_softmax
-from gatecrash.attacks.worst_case import WorstCase, worst_case
+from gatecrash.attacks.suite import WorstCase
+from gatecrash.attacks.worst_case import worst_case
 
 __all__ = [
     "ATTACKS",

@@ -2,54 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from gatecrash.attacks.averaged import Averaged
-from gatecrash.attacks.classifier import stepper_for
-from gatecrash.attacks.latent import latents
 from gatecrash.attacks.options import check_ball, check_counts, check_level, check_side
-from gatecrash.attacks.ranked import Ranked
 from gatecrash.attacks.registry import register
-from gatecrash.attacks.rounding import RoundedFound, to_8bit
-from gatecrash.attacks.score import require_fitted, scores
-from gatecrash.attacks.simpler import simpler
-from gatecrash.attacks.surrogates import SURROGATES, logits_read, unprocessed
+from gatecrash.attacks.score import require_fitted
+from gatecrash.attacks.suite import Budget, Side, Suite, WorstCase
 from gatecrash.ball import Ball
-from gatecrash.found import Found
 from gatecrash.images import check_images
-from gatecrash.objective import squared_difference
-from gatecrash.protocols import Detector, Latent, Objective, Stepper, leaves, rows_of
-from gatecrash.search import generator_for, search
-from gatecrash.stepper import Adamax, Apgd, Square, choose
-
-Side = Literal["out", "in"]
-
-
-@dataclass(frozen=True)
-class Budget:
-    """How much work the suite may do on one sample."""
-
-    steps: int
-    restarts: int
-    """Long runs on the score."""
-    starts: int
-    """Short runs on the score from random points, which find more of its valleys than long ones do."""
-    averaged: int
-    """Runs along mean gradients."""
-    hops: int
-    """Short runs from the best point with some of its pixels drawn anew."""
-    surrogate_steps: int
-    targets: int
-    """Classes to aim at, and latents to collide with."""
-    collision_steps: int
-    square_steps: int
-
+from gatecrash.protocols import Detector
+from gatecrash.search import generator_for
 
 BUDGETS = {
     "quick": Budget(
@@ -62,24 +28,6 @@ BUDGETS = {
         200, 4, starts=24, averaged=12, hops=16, surrogate_steps=100, targets=9, collision_steps=100, square_steps=1000
     ),
 }
-
-SHORT = 25
-"""The steps of a short run."""
-
-HOP = 0.15
-"""The share of the pixels that a hop draws anew."""
-
-FRESH = 8
-"""Evaluations that a randomised detector's score is the mean of."""
-
-
-@dataclass(frozen=True)
-class WorstCase(RoundedFound):
-    """What the suite found, with the attack that won for every sample and what each of them spent."""
-
-    winner: tuple[str, ...] = ()
-    spent: dict[str, int] = field(default_factory=dict)
-    """Evaluations per attack, over all samples."""
 
 
 @register("worst_case", aim="score", paper="a suite; Croce & Hein 2020 for APGD, Andriushchenko et al. 2020 for Square")
@@ -149,300 +97,10 @@ def worst_case(
     order = sorted(range(len(ball.ladder)), key=lambda i: ball.ladder[i])
     warm = None
     for i in order:
-        suite = _Suite(detector, images, ball.rungs[i], side, BUDGETS[budget], others, stop, source, batch_size)
+        suite = Suite(detector, images, ball.rungs[i], side, BUDGETS[budget], others, stop, source, batch_size)
         rungs[i] = suite.run(warm)
         warm = rungs[i].x
         if eight_bit:
             rungs[i] = suite.rounded(rungs[i])
     last = rungs[order[-1]]
     return last if len(order) == 1 else replace(last, lower_rungs=tuple(rungs[i] for i in range(len(order))))
-
-
-class _Suite:
-    """One pass of all attacks inside one ball."""
-
-    def __init__(
-        self,
-        detector: Detector,
-        images: Tensor,
-        ball: Ball,
-        side: Side,
-        budget: Budget,
-        others: Tensor | None,
-        stop: float | Tensor | None,
-        generator: torch.Generator,
-        batch_size: int | None,
-    ) -> None:
-        self.detector, self.images, self.ball = detector, images.detach(), ball
-        self.budget, self.others = budget, others
-        self.sign = 1.0 if side == "out" else -1.0
-        self.generator, self.batch_size = generator, batch_size
-        self.passes = 1 if repeats_itself(detector, self.images, batch_size) else FRESH
-        self.start = self._scores(self.images)
-        self.stop = None if stop is None else (self.sign * torch.as_tensor(stop).to(self.start)).expand_as(self.start)
-        self.x, self.value = self.images.clone(), self.start.clone()
-        self.winner = ["start"] * len(images)
-        self.steps = torch.zeros(len(images), dtype=torch.long, device=images.device)
-        self.evaluations = torch.full_like(self.steps, self.passes)
-        self.spent: dict[str, int] = {}
-        with torch.no_grad():
-            example = logits_read(detector, detector.encode(self.images[:1]))
-        self.classes = 0 if example is None else example.shape[1]
-        self.reads_logits_only = getattr(getattr(detector, "card", None), "reads", None) in ("logits", "scores")
-        # Where logits do not tell all, more starts look for what they leave out.
-        self.width = 1 if self.reads_logits_only else 2
-
-    def run(self, warm: Tensor | None) -> WorstCase:
-        """All attacks in turn, each on the samples that are left."""
-        if warm is not None:
-            rows = self._left()
-            self._take("warm start", rows, warm[rows], self._scores(warm[rows]))
-        for name, attack in self._attacks():
-            rows = self._left()
-            if len(rows):
-                attack(name, rows)
-        inside = self.ball.contains(self.x, self.images)
-        if not bool(inside.all()):
-            raise RuntimeError(f"{int((~inside).sum())} samples left the {self.ball} they started in")
-        if self.passes > 1:
-            self.value = self._afresh(torch.arange(len(self.x), device=self.x.device), self.x)
-        return WorstCase(
-            x=self.x,
-            value=self.value,
-            start=self.images,
-            start_value=self.start,
-            success=self._success(self.value),
-            steps=self.steps,
-            evaluations=self.evaluations,
-            score=self.sign * self.value,
-            start_score=self.sign * self.start,
-            winner=tuple(self.winner),
-            spent=self.spent,
-        )
-
-    def rounded(self, found: WorstCase) -> WorstCase:
-        """What was found in whole grey levels."""
-        rounded = to_8bit(found.x, found.start, self.ball, lambda x, rows: self._scores(x), batch_size=self.batch_size)
-        return replace(
-            found,
-            x=rounded.x,
-            value=rounded.value,
-            success=self._success(rounded.value),
-            score=self.sign * rounded.value,
-            rounding=rounded,
-        )
-
-    def _attacks(self) -> Iterator[tuple[str, Callable[[str, Tensor], None]]]:
-        budget, eps = self.budget, self.ball.eps
-        yield "score", partial(self._descend, Apgd(), budget.steps, restarts=budget.restarts * self.width)
-        if budget.starts:
-            yield (
-                "many starts",
-                partial(self._descend, Apgd(), SHORT, restarts=budget.starts * self.width, random_start=True),
-            )
-        yield (
-            "mean gradients",
-            partial(self._descend, Averaged(), budget.surrogate_steps, restarts=budget.averaged * self.width),
-        )
-        # Small steps from the image itself pass through places that large ones leap over.
-        yield "small steps", partial(self._descend, stepper_for(self.ball, share=2.5 / budget.steps), budget.steps)
-        if getattr(getattr(self.detector, "card", None), "gradient", "exact") != "exact":
-            for name, simplify in simpler(self.ball, self.images[0].numel()).items():
-                yield name, partial(self._simplify, simplify)
-        if self.classes > 1:
-            for name, surrogate in SURROGATES.items():
-                yield name, partial(self._follow, surrogate)
-            for rank in range(min(budget.targets, self.classes)):
-                yield f"class {rank + 1}", partial(self._aim, rank)
-        if getattr(self.detector, "preprocesses", False):
-            yield "without preprocessing", self._transfer
-        if self.others is not None:
-            for nearest in range(min(budget.targets, len(self.others))):
-                yield f"collision {nearest + 1}", partial(self._collide, nearest)
-        yield "square", partial(self._polish, Square(), budget.square_steps)
-        if budget.hops:
-            yield "hops from the best", self._hop
-        yield "score from the best", partial(self._polish, Apgd(step=eps / 4), budget.steps)
-        yield "mean gradients from the best", partial(self._polish, Averaged(0.03, 0.0005), budget.steps)
-
-    def _scores(self, x: Tensor) -> Tensor:
-        """The detector's score of images, smaller is better for the attacker; of a randomised one a mean, (B,)."""
-        drawn = [scores(self.detector, x, self.batch_size) for _ in range(self.passes)]
-        return self.sign * torch.stack(drawn).mean(dim=0)
-
-    def _afresh(self, rows: Tensor, x: Tensor) -> Tensor:
-        """The same, counted as work."""
-        self.evaluations[rows] += self.passes
-        self.spent["fresh draws"] = self.spent.get("fresh draws", 0) + self.passes * len(rows)
-        return self._scores(x)
-
-    def _success(self, value: Tensor) -> Tensor:
-        """Whether a value reached `stop`; without one, whether it is below the start's, (B,)."""
-        return value <= self.stop if self.stop is not None else value < self.start
-
-    def _left(self) -> Tensor:
-        """The samples that have not crossed the threshold."""
-        if self.stop is None:
-            return torch.arange(len(self.images), device=self.images.device)
-        return (self.value > self.stop).nonzero().flatten()
-
-    def _objective(self, x: Tensor, rows: Tensor) -> Tensor:
-        return self.sign * self.detector.judge(self.detector.encode(x))
-
-    def _search(
-        self,
-        name: str,
-        rows: Tensor,
-        objective: Objective,
-        stepper: Stepper,
-        steps: int,
-        *,
-        restarts: int = 1,
-        first: Tensor | None = None,
-        random_start: bool = False,
-        own_stop: bool = False,
-    ) -> Found:
-        found = search(
-            objective,
-            self.images[rows],
-            self.ball,
-            stepper=stepper,
-            steps=steps,
-            restarts=restarts,
-            first=first,
-            random_start=random_start,
-            stop=self.stop[rows] if own_stop and self.stop is not None else None,
-            generator=self.generator,
-            batch_size=self.batch_size,
-        )
-        self.steps[rows] += found.steps
-        self.evaluations[rows] += found.evaluations
-        self.spent[name] = self.spent.get(name, 0) + int(found.evaluations.sum())
-        return found
-
-    def _take(self, name: str, rows: Tensor, x: Tensor, value: Tensor) -> None:
-        """Keep what is better than before."""
-        if self.passes > 1:
-            value = self._afresh(rows, x)
-        better = value < self.value[rows]
-        self.x[rows] = choose(better, x, self.x[rows])
-        self.value[rows] = torch.where(better, value, self.value[rows])
-        for row in rows[better].tolist():
-            self.winner[row] = name
-
-    def _descend(
-        self, stepper: Stepper, steps: int, name: str, rows: Tensor, *, restarts: int = 1, random_start: bool = False
-    ) -> None:
-        """The score itself, from the image and from random points."""
-        found = self._search(
-            name,
-            rows,
-            self._objective,
-            stepper,
-            steps,
-            restarts=restarts,
-            random_start=random_start,
-            own_stop=True,
-        )
-        self._take(name, rows, found.x, found.value)
-
-    def _polish(self, stepper: Stepper, steps: int, name: str, rows: Tensor) -> None:
-        """The score itself, from the best point of all."""
-        found = self._search(name, rows, self._objective, stepper, steps, first=self.x[rows], own_stop=True)
-        self._take(name, rows, found.x, found.value)
-
-    def _simplify(self, simplify: Callable[[Tensor], Tensor], name: str, rows: Tensor) -> None:
-        """The score itself, from a simpler version of every image; that version counts too."""
-        start = self.ball.project(simplify(self.images[rows]), self.images[rows])
-        stepper = Apgd(step=self.ball.eps / 4)
-        found = self._search(name, rows, self._objective, stepper, SHORT, first=start, own_stop=True)
-        self._take(name, rows, found.x, found.value)
-
-    def _hop(self, name: str, rows: Tensor) -> None:
-        """From the best point with some pixels drawn anew to the bottom of that valley, again and again."""
-        for _ in range(self.budget.hops * self.width):
-            anew = self.ball.random_start(self.images, self._uniform())
-            start = torch.where(self._uniform() < HOP, anew, self.x)
-            rows = self._left()
-            if len(rows) == 0:
-                return
-            found = self._search(
-                name, rows, self._objective, Apgd(step=self.ball.eps / 2), SHORT, first=start[rows], own_stop=True
-            )
-            self._take(name, rows, found.x, found.value)
-
-    def _uniform(self) -> Tensor:
-        source, like = self.generator, self.images
-        return torch.rand(like.shape, generator=source, device=source.device, dtype=like.dtype).to(like.device)
-
-    def _follow(self, surrogate: Callable[[Tensor], Tensor], name: str, rows: Tensor) -> None:
-        """A function of the logits attacked, its points ranked by the score."""
-        ranked = Ranked(
-            self.detector, self.sign, lambda z, at: self.sign * surrogate(self._logits(z)), self.images[rows]
-        )
-        self._search(name, rows, ranked, Apgd(), self.budget.surrogate_steps)
-        self._take(name, rows, ranked.x, ranked.verified(self.batch_size))
-
-    def _aim(self, rank: int, name: str, rows: Tensor) -> None:
-        """The logit of one class raised above the others, the class that the clean image ranks at this place."""
-        clean = self._logits(latents(self.detector.encode, self.images[rows], self.batch_size))
-        aimed = clean.argsort(dim=1, descending=True)[:, rank]
-
-        def away(z: Latent, at: Tensor) -> Tensor:
-            logits, chosen = self._logits(z), aimed[at].unsqueeze(1)
-            return logits.scatter(1, chosen, -torch.inf).logsumexp(dim=1) - logits.gather(1, chosen).squeeze(1)
-
-        ranked = Ranked(self.detector, self.sign, away, self.images[rows])
-        found = self._search(name, rows, ranked, Apgd(), self.budget.surrogate_steps)
-        self._take(name, rows, ranked.x, ranked.verified(self.batch_size))
-        if not self.reads_logits_only:
-            # The score jumps where the predicted class changes, which its gradient does not see: climb on from there.
-            beyond = self._search(name, rows, self._objective, Apgd(), self.budget.steps, first=found.x, own_stop=True)
-            self._take(name, rows, beyond.x, beyond.value)
-
-    def _logits(self, z: Latent) -> Tensor:
-        logits = logits_read(self.detector, z)
-        if logits is None:
-            raise RuntimeError(f"{type(self.detector).__name__} reads no logits")
-        return logits
-
-    def _transfer(self, name: str, rows: Tensor) -> None:
-        """The score of the unprocessed input attacked; what that gives is scored in full."""
-        found = self._search(
-            name,
-            rows,
-            lambda x, at: self.sign * self.detector.judge(unprocessed(self.detector, x)),
-            Apgd(),
-            self.budget.steps,
-        )
-        self._take(name, rows, found.x, self._scores(found.x))
-
-    def _collide(self, nearest: int, name: str, rows: Tensor) -> None:
-        """A collision with the n-th nearest of the other side's latents that lie on the right side of the score."""
-        targets = nearest_latents(self.detector, self.images[rows], self.targets(), nearest, self.batch_size)
-        ranked = Ranked(
-            self.detector, self.sign, lambda z, at: squared_difference(z, rows_of(targets, at)), self.images[rows]
-        )
-        self._search(name, rows, ranked, Adamax(), self.budget.collision_steps, random_start=True)
-        self._take(name, rows, ranked.x, ranked.verified(self.batch_size))
-
-    def targets(self) -> Tensor:
-        """The half of the other side's images that the detector is surest of."""
-        if self.others is None:
-            raise RuntimeError("there are no images of the other side to collide with")
-        value = self.sign * scores(self.detector, self.others, self.batch_size)
-        return self.others[value.argsort()[: max(1, len(value) // 2)]]
-
-
-def repeats_itself(detector: Detector, images: Tensor, batch_size: int | None) -> bool:
-    """Whether a few images score the same twice, but for rounding."""
-    first, second = (scores(detector, images[:8], batch_size) for _ in range(2))
-    return bool(((first - second).abs() <= 1e-5 * first.abs().mean()).all())
-
-
-def nearest_latents(detector: Detector, images: Tensor, others: Tensor, nearest: int, batch_size: int | None) -> Latent:
-    """For every image the latent of the n-th nearest of the others."""
-    own, theirs = (latents(detector.encode, x, batch_size) for x in (images, others))
-    flat = [torch.cat([leaf.flatten(1) for leaf in leaves(z)], dim=1) for z in (own, theirs)]
-    order = torch.cdist(flat[0], flat[1]).argsort(dim=1)
-    return rows_of(theirs, order[:, nearest % order.shape[1]])
