@@ -2,8 +2,8 @@
 
     python benchmarks/attacks.py DATA OUT --parts two_sided,collisions,curves,minimal,verdicts [--count 500]
 
-A part can be of some detectors only, as in `two_sided:odin+msp`. `worst` is the second audit of `verdicts` alone, on
-`--worst` images of either side.
+A part can be of some detectors only, as in `two_sided:odin+msp`, whose file is two_sided_odin_msp.json. `worst` is the
+second audit of `verdicts` alone, on `--worst` images of either side.
 
 DATA holds cifar10_train.npz, cifar10_test.npz, gtsrb_test.npz and tiny.npz (x uint8 N×H×W×3, y) at 32×32, and
 densenet_bc.safetensors and resnet20.safetensors. OUT gets one JSON file per part, written after every stage, and the
@@ -431,7 +431,8 @@ def main() -> None:
     for said in options.parts.split(","):
         start = time.monotonic()
         part, _, names = said.partition(":")
-        setting.detectors = {name: everything[name] for name in names.split("+")} if names else everything
+        chosen = names.split("+") if names else []
+        setting.detectors = {name: everything[name] for name in chosen or everything}
         for result in PARTS[part](setting):
             seconds = time.monotonic() - start
             result |= {
@@ -440,8 +441,8 @@ def main() -> None:
                 "count": result.get("count", options.count),
                 "seconds": seconds,
             }
-            write_text(options.out / f"{part}{options.tag}.json", json.dumps(result, indent=1))
-            print(f"{part}: {seconds:.1f} s, {time.monotonic() - began:.1f} s since the start", flush=True)
+            write_text(options.out / f"{'_'.join([part, *chosen])}{options.tag}.json", json.dumps(result, indent=1))
+            print(f"{said}: {seconds:.1f} s, {time.monotonic() - began:.1f} s since the start", flush=True)
 
 
 if __name__ == "__main__":

@@ -217,16 +217,16 @@ def mahalanobis(
 ) -> list[dict[str, Any]]:
     """Lee et al.'s detector at four layers under Chen et al.'s Algorithm 2."""
     x, y = images_of(options.data, f"npz:{options.set}_train.npz", 10**9)
-    noise = images_of(Path(), "noise", 1000, seed=1)[0]
+    held_out, noise = test[-options.held_out :], images_of(Path(), "noise", options.held_out, seed=1)[0]
     if y is None:
         raise SystemExit("the training images have no labels")
     best = (2.0, 0.0)
     for magnitude in MAGNITUDES[::4]:
         detector = gate.detectors.Mahalanobis(encoder, layers=TAPS, magnitude=magnitude, combine="logistic")
-        detector.fit((x[:10000], y[:10000]), held_out=test[-1000:], outliers=noise)
-        best = min(best, (fpr_at_tpr(detector.scores(test[-1000:], 500), detector.scores(noise, 500)), magnitude))
+        detector.fit((x[:10000], y[:10000]), held_out=held_out, outliers=noise)
+        best = min(best, (fpr_at_tpr(detector.scores(held_out, 500), detector.scores(noise, 500)), magnitude))
     detector = gate.detectors.Mahalanobis(encoder, layers=TAPS, magnitude=best[1], combine="logistic")
-    detector.fit((x, y), held_out=test[-1000:], outliers=noise)
+    detector.fit((x, y), held_out=held_out, outliers=noise)
 
     def moved(images: Tensor, side: Literal["in", "out"]) -> Tensor:
         on = images.to(inliers.device)
@@ -279,7 +279,8 @@ def ensemble(options: argparse.Namespace) -> None:
         "mape_median": None if found.mape is None else float(found.mape.median()),
     }
     print(json.dumps(result), flush=True)
-    (options.out / f"ensemble_{options.methods}.json").write_text(json.dumps(result, indent=1))
+    name = options.methods.replace(",", "_")
+    (options.out / f"ensemble_{name}.json").write_text(json.dumps(result, indent=1))
 
 
 def throughput(options: argparse.Namespace) -> None:
@@ -341,6 +342,7 @@ def main() -> None:
     parser.add_argument("--inliers", type=int, default=1000)
     parser.add_argument("--outliers", type=int, default=500)
     parser.add_argument("--choice", type=int, default=200, help="inliers that ODIN is chosen on")
+    parser.add_argument("--held-out", type=int, default=1000, help="inliers and noise that Mahalanobis is chosen on")
     parser.add_argument("--no-mahalanobis", action="store_true")
     parser.add_argument("--tag", default="", help="added to the name of the file that `evaluate` writes")
     parser.add_argument("--batches", type=int, default=20)

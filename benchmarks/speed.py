@@ -226,7 +226,7 @@ def peers() -> dict[str, Callable[[nn.Module, Tensor, Tensor, int], object]]:
         import torchattacks
 
         found["torchattacks"] = lambda model, x, y, steps: torchattacks.PGD(model, 8 / 255, 2 / 255, steps)(x, y)
-    except ModuleNotFoundError:
+    except ImportError:  # not there, or made for another Python
         pass
     try:
         import foolbox
@@ -236,7 +236,7 @@ def peers() -> dict[str, Callable[[nn.Module, Tensor, Tensor, int], object]]:
             return attack(foolbox.PyTorchModel(model, bounds=(0, 1)), x, y, epsilons=8 / 255)
 
         found["foolbox"] = by_foolbox
-    except ModuleNotFoundError:
+    except ImportError:  # not there, or made for another Python
         pass
     return found
 

@@ -53,7 +53,7 @@ def moved(setting: Setting, evaluations: int, **options: Any) -> Tensor:
 
 def earlier_layers_first(setting: Setting, evaluations: int) -> Tensor:
     """A third of the evaluations on an earlier layer, the rest on the latent from there."""
-    first = evaluations // 3
+    first = max(2, evaluations // 3)
     ball = gate.L2(setting.eps)
     on_the_way = gate.collide(setting.earlier, setting.start, setting.target, ball, steps=first - 1).x
     return moved(setting, evaluations - first, first=on_the_way)
