@@ -258,6 +258,20 @@ def test_a_stepper_may_return_what_it_or_the_caller_holds(keep: str) -> None:
     torch.testing.assert_close(found.value, ripples(found.x, torch.arange(6)))
 
 
+def test_the_results_of_several_eps_share_no_memory() -> None:
+    """Steps of 0.01 lead to the goal, and steps of 0.03 past it: the larger ball's best is what the smaller one found."""
+    start = 0.3 + 0.4 * images()
+
+    def near(x: Tensor, rows: Tensor) -> Tensor:
+        return (x - start[rows] - 0.01).abs().flatten(1).sum(dim=1)
+
+    found = search(near, start, Linf([0.1, 0.3]), stepper=Sign(share=0.1), steps=3)
+    small, large = found.rungs
+    assert torch.equal(small.x, large.x)
+    small.x.fill_(0.5)
+    torch.testing.assert_close(large.x, start + 0.01)
+
+
 def test_what_is_found_is_never_the_callers_own_tensor() -> None:
     start = images()
     for options in ({}, {"random_start": True}, {"stop": 1e9}, {"keep": "last", "stepper": Borrower(), "steps": 2}):

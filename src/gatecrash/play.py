@@ -323,7 +323,8 @@ def _evaluated(objective: Objective, with_gradient: bool, x: Tensor, rows: Tenso
 
 def _is_new(moved: Tensor, walk: Walk, state: State) -> bool:
     """Whether a stepper's next point has memory of its own, all of it, which may be written to."""
-    others = {tensor.untyped_storage().data_ptr() for tensor in (walk.x, walk.centre, *state.values())}
+    held = (walk.x, walk.centre, walk.gradient, *state.values())
+    others = {tensor.untyped_storage().data_ptr() for tensor in held if tensor is not None}
     return moved.is_contiguous() and moved.untyped_storage().data_ptr() not in others
 
 

@@ -156,7 +156,7 @@ def _search(
             continue
         point = start
         if number == settings.restarts and warm is not None:
-            point = warm
+            point = warm.clone()  # else two results could be one tensor
         elif number == 0 and first is not None:
             point = project(first.clone())
         elif number > 0 or settings.random_start:
