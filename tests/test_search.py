@@ -70,6 +70,25 @@ def test_the_best_iterate_of_every_sample_is_kept_and_the_last_on_request() -> N
     torch.testing.assert_close(last.value, ripples(last.x, torch.arange(6)))
 
 
+@pytest.mark.parametrize("random_start", [False, True])
+def test_what_is_not_measured_is_not_evaluated_and_the_same_is_found(random_start: bool) -> None:
+    calls: list[Tensor] = []
+
+    def watched(x: Tensor, rows: Tensor) -> Tensor:
+        calls.append(x.detach().clone())
+        return ripples(x, rows)
+
+    options = {"stepper": Sign(0.03), "steps": 5, "keep": "last", "random_start": random_start}
+    measured = search(ripples, images(), Linf(0.2), **options)
+    found = search(watched, images(), Linf(0.2), measure=False, **options)
+    assert torch.equal(found.x, measured.x)
+    assert len(calls) == 5 and found.evaluations.tolist() == [5] * 6 and found.steps.tolist() == [5] * 6
+    rows = torch.arange(6)
+    torch.testing.assert_close(found.start_value, ripples(calls[0], rows))
+    torch.testing.assert_close(found.value, ripples(calls[-1], rows))
+    assert torch.equal(calls[0], images()) is not random_start
+
+
 def test_the_last_iterate_can_be_the_best() -> None:
     def slope(x: Tensor, rows: Tensor) -> Tensor:
         return x.flatten(1).sum(dim=1)
@@ -343,6 +362,10 @@ def test_nan_at_the_start_is_named() -> None:
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
         ({"keep": "worst"}, "keep must be 'best' or 'last', got 'worst'"),
         ({"keep": "last", "restarts": 2}, "keep='last' follows one run"),
+        ({"measure": False}, "measure=False goes with keep='last', without stop, record and mixed precision"),
+        ({"measure": False, "keep": "last", "stop": 0.0}, "measure=False goes with keep='last'"),
+        ({"measure": False, "keep": "last", "record": True}, "measure=False goes with keep='last'"),
+        ({"measure": False, "keep": "last", "precision": "mixed"}, "measure=False goes with keep='last'"),
         ({"first": torch.zeros(1)}, "first must have the start's shape"),
         ({"stop": torch.zeros(3)}, r"stop must be one number or of shape \(6,\), got \(3,\)"),
     ],

@@ -135,8 +135,8 @@ class Encoder(nn.Module):
     def _outputs(self, inputs: Tensor) -> tuple[Tensor, ...]:
         """The outputs of the tapped layers, each once, as the network itself gives them."""
         version = version_of(inputs)
-        with evaluating(self.model), recording(self._taps) as outputs:
-            output = self._run(inputs)
+        with evaluating(self.model):
+            output, outputs = self._recorded(inputs) if self._taps else (self._run(inputs), {})
         wrote = version_of(inputs) != version
         if wrote and self._spares_inputs:
             raise ValueError(
@@ -175,6 +175,10 @@ class Encoder(nn.Module):
         x = x if parameter is None else x.to(parameter.dtype)
         # A network may write into its input (x -= 0.5), and the images are the caller's.
         return x.clone() if x is images and (x.is_inference() or not self._spares_inputs) else x
+
+    def _recorded(self, inputs: Tensor) -> tuple[Any, dict[str, Tensor]]:
+        with recording(self._taps) as outputs:
+            return self._run(inputs), outputs
 
     def _run(self, inputs: Tensor) -> Any:
         try:

@@ -28,11 +28,11 @@ class Found:
     x: Tensor
     """(B, ...), inside ball and box."""
     value: Tensor
-    """(B,), the objective there."""
+    """(B,), the objective there; with `measure=False`, one step before."""
     start: Tensor
     """(B, ...), where the search started: the centre of the ball."""
     start_value: Tensor
-    """(B,), the objective there."""
+    """(B,), the objective there; with `measure=False`, where the run began."""
     success: Tensor
     """(B,), whether the value reached `stop`; without a `stop`, whether it is below the start's."""
     steps: Tensor

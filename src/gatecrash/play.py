@@ -16,7 +16,7 @@ from gatecrash.objective import name_of
 from gatecrash.portions import Evaluation, Portions
 from gatecrash.progress import Bar
 from gatecrash.protocols import Objective, State, Stepper, Walk
-from gatecrash.speed import Pace, at_pace
+from gatecrash.speed import Pace, at_pace, current_pace
 
 FAR = 0.7
 """The share of a mixed run, at its beginning, that is evaluated in half precision."""
@@ -38,6 +38,7 @@ class Settings:
     half: bool
     look_every: int
     portions: Portions
+    measure: bool = True
 
     @property
     def far(self) -> int:
@@ -138,8 +139,8 @@ def run_from(
 ) -> Run:
     """One run from `point` for the samples `left`; what it returns holds all samples, the others at their start.
 
-    Where `start_value` is None, `point` is the start, and the first evaluation finds it. `project` is the ball's around
-    `start`.
+    Where `start_value` is None, `point` is the start, or taken for it, and the first evaluation finds it. `project` is
+    the ball's around `start`.
     """
     held, play = _begin(settings, start, start_value, rows, left, limit)
     x = point[play.at]
@@ -162,6 +163,10 @@ def run_from(
 
     for step in range(settings.steps + 1):
         last = step == settings.steps
+        if last and not settings.measure:
+            play.take(x, play.value, settings.keep)
+            bar.advance()
+            break
         if 0 < step == settings.far:
             _restate(play, state, try_out(play.x))
         with_gradient = settings.stepper.needs_gradient and not last
@@ -299,8 +304,11 @@ def evaluate(
     settings: Settings, x: Tensor, rows: Tensor, pace: Pace = "plain", with_gradient: bool = False
 ) -> Evaluation:
     """The objective at x and, where asked for, its gradient; no parameter gets a `.grad`."""
+    function = partial(_evaluated, settings.objective, with_gradient)
+    if pace == current_pace():
+        return settings.portions.evaluate(function, x, rows)
     with at_pace(pace):
-        return settings.portions.evaluate(partial(_evaluated, settings.objective, with_gradient), x, rows)
+        return settings.portions.evaluate(function, x, rows)
 
 
 def _evaluated(objective: Objective, with_gradient: bool, x: Tensor, rows: Tensor) -> Evaluation:

@@ -42,6 +42,7 @@ class SearchOptions(TypedDict, total=False):
     first: Tensor | None
     batch_size: int | None
     precision: Precision
+    measure: bool
 
 
 def search(
@@ -60,6 +61,7 @@ def search(
     first: Tensor | None = None,
     batch_size: int | None = None,
     precision: Precision = "float32",
+    measure: bool = True,
 ) -> Found:
     """Move every sample inside its ball so that the objective becomes small.
 
@@ -83,11 +85,15 @@ def search(
             the rest with networks prepared for speed; what it returns is evaluated as with "float32", and a sample
             leaves at `stop` only after that. "auto" is "mixed" on CUDA for the best of 50 steps or more with gradients,
             in half precision only where a pixel may change by more than that rounds.
+        measure: False leaves out what is only there to tell, with keep="last" and no `stop`: `start_value` is then that
+            of the point where the run began, random or not, and `value` that of the last one but one.
 
     Raises:
         ValueError: the start is no batch of images, the objective is NaN at it or has no gradient, or an option is off.
     """
     check_options(start, first, ball, steps, restarts, keep, stop, batch_size, precision)
+    if not measure and (keep != "last" or stop is not None or record or precision == "mixed"):
+        raise ValueError("measure=False goes with keep='last', without stop, record and mixed precision")
     with torch.inference_mode(False):
         start = start.detach().clone() if start.is_inference() else start.detach()
         chosen = precision == "auto" and not record and pays_off(start.device, stepper, steps, keep)
@@ -96,7 +102,7 @@ def search(
         every = LOOK_EVERY if mixed or waits(start) else 1
         portions = Portions(start.device)
         settings = Settings(
-            objective, ball, stepper, steps, restarts, keep, record, random_start, mixed, half, every, portions
+            objective, ball, stepper, steps, restarts, keep, record, random_start, mixed, half, every, portions, measure
         )
         parts = start.split(batch_size or len(start))
         sources = generators_for(generator, start.device, len(parts))
@@ -147,7 +153,7 @@ def _search(
     limit = None if stop is None else torch.as_tensor(stop, dtype=start.dtype, device=start.device).expand(len(rows))
     elsewhere = settings.random_start or first is not None
     project = settings.ball.projection(start)
-    best = _at_start(settings, start, rows) if elsewhere or settings.mixed else None
+    best = _at_start(settings, start, rows) if settings.measure and (elsewhere or settings.mixed) else None
     start_value = None if best is None else best.value
     for number in range(settings.restarts + (warm is not None)):
         left = _unfinished(best, limit) if elsewhere or number > 0 else None

@@ -9,7 +9,7 @@ from gatecrash.ball import Linf
 from gatecrash.encoder import Encoder
 from gatecrash.fitting import Batch, Material, Recipe, fit, seeded
 from gatecrash.objective import Misclassify
-from gatecrash.training.exposure import Confident, Exposure, Inner
+from gatecrash.training.exposure import Astray, Exposure, Inner
 from small_models import one_thread
 
 __all__ = ["one_thread"]
@@ -33,7 +33,7 @@ def images(count: int, seed: int = 0) -> Tensor:
 def test_the_inner_search_raises_the_loss_and_stays_in_the_ball_and_the_box() -> None:
     model, x, y = network().train(), images(8), torch.arange(8) % 4
     encoder, inner = Encoder(model), Inner(4 / 255)
-    for objective in (Misclassify(encoder, y), Confident(encoder)):
+    for objective in (Misclassify(encoder, y), Astray(encoder, y[:5]), Astray(encoder, y[:0])):
         found = inner.attack(objective, x, torch.Generator().manual_seed(0))
         assert bool((found.value < found.start_value).all())
         torch.testing.assert_close(found.value, objective(found.x, torch.arange(8)).detach())
@@ -57,7 +57,7 @@ def test_attacking_leaves_batch_statistics_gradients_and_mode_alone() -> None:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     generator = torch.Generator().manual_seed(0)
     Inner(0.05).attack(Misclassify(Encoder(model), torch.arange(4)), images(4), generator)
-    Inner(0.05).attack(Confident(Encoder(model)), images(4), generator)
+    Inner(0.05).attack(Astray(Encoder(model), torch.arange(2)), images(4), generator)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert all(module.training for module in model.modules())
@@ -79,6 +79,36 @@ def test_a_step_of_aloe_updates_batch_statistics_once_by_inliers_and_outliers_to
     assert all(parameter.grad is None for parameter in model.parameters())
     assert sorted(outcome.facts) == ["accuracy", "attack success", "loss in", "loss out", "outlier attack gain"]
     assert float(outcome.facts["outlier attack gain"]) > 0
+
+
+def test_inliers_and_outliers_are_attacked_together_as_they_would_be_alone() -> None:
+    """By many steps along a linear network both end in the same corners of the ball, wherever they began."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 36, 2))
+    encoder, inner, y = Encoder(model), Inner(0.01, step=0.01, steps=4), torch.tensor([0, 1, 0])
+    inside, outside = 0.3 + 0.4 * images(3), 0.3 + 0.4 * images(5, seed=1)
+    together = inner.attack(Astray(encoder, y), torch.cat([inside, outside]), torch.Generator().manual_seed(0))
+    apart = [
+        inner.attack(Misclassify(encoder, y), inside, torch.Generator().manual_seed(1)),
+        inner.attack(Astray(encoder, y[:0]), outside, torch.Generator().manual_seed(2)),
+    ]
+    torch.testing.assert_close(together.x, torch.cat([found.x for found in apart]))
+    torch.testing.assert_close(together.value, torch.cat([found.value for found in apart]))
+    torch.testing.assert_close(together.start_value, torch.cat([found.start_value for found in apart]))
+
+
+def test_only_every_tenth_batch_is_measured_and_the_others_learn_the_same() -> None:
+    outcomes = []
+    for number in (0, 1, 10, 11):
+        model, passed = network(), list[bool]()
+        model.register_forward_pre_hook(lambda module, args, seen=passed: seen.append(module.training))
+        random = torch.Generator().manual_seed(0)
+        batch = Batch(images(5), torch.arange(5) % 4, torch.arange(5), images(10, seed=1), 0, 1, random, number=number)
+        with seeded(3):
+            outcomes.append(aloe(model.train())(model, batch))
+        assert len(passed) == 13 + 1 + 2 * (number % 10 == 0)
+    for name in ("attack success", "outlier attack gain"):
+        assert [name in outcome.facts for outcome in outcomes] == [True, False, True, False]
+    assert len({float(outcome.loss.detach()) for outcome in outcomes}) == 1
 
 
 def test_bf16_attacks_and_learns() -> None:

@@ -55,4 +55,4 @@ class Batches:
         if material.augment is not None:
             x = material.augment(x, random)
             beside = None if beside is None else material.augment(beside, random)
-        return Batch(x, y, mine, beside, epoch, recipe.epochs, random, balance)
+        return Batch(x, y, mine, beside, epoch, recipe.epochs, random, balance, number)

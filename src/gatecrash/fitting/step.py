@@ -29,6 +29,8 @@ class Batch:
     balance: float = 1.0
     """What the mean over these outliers counts beside the mean over these inliers, so that over several processes every
     inlier and every outlier counts the same; 1 where the process has its fair share of both."""
+    number: int = 0
+    """Its place in the epoch, counted from 0."""
 
 
 @dataclass(frozen=True)
