@@ -7,7 +7,7 @@ import torch
 
 from gatecrash import Encoder
 from gatecrash.audit.models import bundled, load_model
-from shared_data import cifar10_test
+from shared_data import cifar10_test, gtsrb_test
 
 ZOO = Path(__file__).resolve().parents[1] / "zoo"
 FOLDERS = sorted(path for path in ZOO.iterdir() if path.is_dir())
@@ -46,9 +46,9 @@ def test_no_file_is_too_large_to_carry() -> None:
     assert sum(sizes) <= MANY
 
 
-@pytest.mark.parametrize("folder", [f for f in FOLDERS if f.name.startswith("cifar10")], ids=lambda folder: folder.name)
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_a_network_is_as_accurate_as_its_row_says(folder: Path) -> None:
-    x, y = cifar10_test(300)
+    x, y = {"cifar10": cifar10_test, "gtsrb": gtsrb_test}[folder.name.partition("-")[0]](300)
     row = next(
         line for line in (ZOO / "README.md").read_text(encoding="utf-8").splitlines() if f"`{folder.name}`" in line
     )
