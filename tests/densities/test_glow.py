@@ -122,6 +122,16 @@ def test_the_images_of_the_latents_are_the_images(coupling: str, shape: tuple[in
     assert (glow.images(latents) - x).abs().max() < 1e-4
 
 
+def test_on_the_way_there_and_back_a_gpu_does_not_round_to_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    glow, seen = shaken((3, 8, 8)), list[bool]()
+    conditioner = next(part for part in glow.modules() if isinstance(part, Conditioner))
+    conditioner.register_forward_pre_hook(lambda *_: seen.append(torch.backends.cudnn.allow_tf32))
+    glow.images(glow.latents(random_images(2, (3, 8, 8))))
+    assert seen == [False, False]
+    assert torch.backends.cudnn.allow_tf32
+
+
 def test_half_precision_inside_the_couplings_leaves_the_likelihood_in_full() -> None:
     glow = shaken((3, 16, 16))
     x = random_images(3, (3, 16, 16), 1)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from gatecrash.densities.base import Density, register
 from gatecrash.densities.options import flag, whole
 from gatecrash.fitting import seeded
+from gatecrash.speed import full_float32
 
 Coupling = Literal["affine", "additive"]
 Preset = Literal["small", "paper"]
@@ -109,12 +110,14 @@ class Glow(Density):
     def latents(self, x: Tensor) -> list[Tensor]:
         """What the flow makes of images in eval mode: Gaussians, one tensor per scale, the coarsest first."""
         self.check(x)
-        z: list[Tensor] = self.flow.inverse_and_log_det(self.still(x))[0]
+        with full_float32():  # else the way back does not end where this one began
+            z: list[Tensor] = self.flow.inverse_and_log_det(self.still(x))[0]
         return z
 
     def images(self, latents: Sequence[Tensor]) -> Tensor:
         """The images of latents: the inverse of `latents`."""
-        return pixels(self.flow.forward_and_log_det(list(latents))[0])
+        with full_float32():
+            return pixels(self.flow.forward_and_log_det(list(latents))[0])
 
     @torch.no_grad()
     def sample(self, count: int, temperature: float = 1.0) -> Tensor:
