@@ -243,32 +243,37 @@ def peers() -> dict[str, Callable[[nn.Module, Tensor, Tensor, int], object]]:
 
 def curve(data: Path, options: argparse.Namespace) -> Results:
     """MAPE against evaluations, ours and the paper's recipe, and the share of samples under 0.1 %."""
-    settings: dict[str, tuple[gate.Encoder, Tensor, Tensor, float]] = {}
-    images, start = imagenet(data, options.few)
-    settings["ResNet-50, x-ray, L2 5"] = (gate.Encoder(resnet50(data), **IMAGENET), start, images, EPS)
-    targets = cifar(data, "cifar10_test", options.few)
-    noise = torch.rand(targets.shape, generator=torch.Generator(DEVICE).manual_seed(0), device=DEVICE)
-    latent = gate.Encoder(densenet(data), "avgpool", **CIFAR)
-    settings["DenseNet-BC avgpool, noise, L2 10"] = (latent, noise, targets, 10.0)
     rows: list[dict[str, Any]] = []
-    for title, (encoder, begin, target, eps) in settings.items():
+    result = {"count": options.few, "rows": rows}
+    for name in options.latents:
+        encoder, begin, target, eps = latent_of(data, name, options.few)
         f: Any = encoder
-        marks = {step: step for step in options.marks}
 
-        def watch(step: int, x: Tensor, z: Tensor, title: str = title, f: Any = f, marks: Any = marks) -> None:
-            if step in marks:
+        def watch(step: int, x: Tensor, z: Tensor, name: str = name, f: Any = f) -> None:
+            if step in options.marks:
                 with torch.no_grad():
                     mape = (f(x) - z).abs().mean(dim=1) / z.abs().amax(dim=1)
-                rows.append({"setting": title, "what": "by hand", "steps": step, **facts(mape)})
+                rows.append({"latent": name, "what": "by hand", "steps": step, **facts(mape)})
                 print(rows[-1], flush=True)  # the next stage is far
 
-        by_hand(f, begin, target, eps, max(options.marks), len(begin), watch)
-        yield {"count": options.few, "rows": rows}
-        for steps in options.marks:
-            found = gate.collide(encoder, begin, target, gate.L2(eps), steps=steps)
+        if "hand" in options.ways:
+            by_hand(f, begin, target, eps, max(options.marks), len(begin), watch)
+            yield result
+        for steps in options.marks if "ours" in options.ways else []:
+            found = gate.collide(encoder, begin, target, gate.L2(eps), steps=steps, precision=options.precision)
             mape = mape_of(f, found.x, target)
-            rows.append({"setting": title, "what": "gatecrash", "steps": steps, **facts(mape)})
-            yield {"count": options.few, "rows": rows}
+            rows.append({"latent": name, "what": "gatecrash", "steps": steps, **facts(mape)})
+            yield result
+
+
+def latent_of(data: Path, name: str, count: int) -> tuple[gate.Encoder, Tensor, Tensor, float]:
+    """An encoder, starting points, targets and the radius: the x-ray and ImageNet, or noise and CIFAR-10."""
+    if name == "resnet50":
+        images, start = imagenet(data, count)
+        return gate.Encoder(resnet50(data), **IMAGENET), start, images, EPS
+    targets = cifar(data, "cifar10_test", count)
+    noise = torch.rand(targets.shape, generator=torch.Generator(DEVICE).manual_seed(0), device=DEVICE)
+    return gate.Encoder(densenet(data), "avgpool", **CIFAR), noise, targets, 10.0
 
 
 def facts(mape: Tensor) -> dict[str, float]:
@@ -315,14 +320,14 @@ def audit(data: Path, options: argparse.Namespace) -> Results:
     own = sum(count * alone[kind] for kind, count in passes.items())
     attacks = sum(samples.values()) + samples["odin"]  # ODIN's step is a pass of its own
     size = min(options.batch_audit, len(inliers))
-    attacking = attacks / size * pass_seconds(model, inliers, (size, True, torch.float32))
+    attacking = attacks / size * pass_seconds(model, inliers, (size, True, torch.float32, True))
     yield {
         "seconds": seconds,
         "network_seconds": own,
         "share": own / seconds,
         "attack_share": attacking / seconds,
         "evaluations": samples,
-        "passes": [[size, grad, str(dtype), count] for (size, grad, dtype), count in passes.items()],
+        "passes": [[*kind[:2], str(kind[2]), kind[3], count, alone[kind]] for kind, count in passes.items()],
     }
 
 
@@ -337,18 +342,18 @@ def gate_samples(folder: Path) -> dict[str, int]:
     return spent
 
 
-Pass = tuple[int, bool, torch.dtype]
-"""What the time of a pass depends on: how many images, whether a gradient is asked for, and the numbers' kind."""
+Pass = tuple[int, bool, torch.dtype, bool]
+"""What the time of a pass depends on: how many images, whether there is a gradient, the numbers' kind, and TF32."""
 
 
 def pass_of(x: Tensor) -> Pass:
     """The pass of a network on such images."""
-    return len(x), x.requires_grad and torch.is_grad_enabled(), x.dtype
+    return len(x), x.requires_grad and torch.is_grad_enabled(), x.dtype, torch.backends.cudnn.allow_tf32
 
 
 def pass_seconds(model: nn.Module, images: Tensor, kind: Pass, repeats: int = 5) -> float:
     """Seconds of such a pass of the network alone, backward included where a gradient is asked for."""
-    size, grad, dtype = kind
+    size, grad, dtype, rounds = kind
     network = model if dtype == torch.float32 else copy.deepcopy(model).to(dtype)
     x = images.repeat(-(-size // len(images)), 1, 1, 1)[:size].to(dtype)
 
@@ -359,11 +364,12 @@ def pass_seconds(model: nn.Module, images: Tensor, kind: Pass, repeats: int = 5)
         if grad:
             torch.autograd.grad(value, y)
 
-    run()
-    began = now()
-    for _ in range(repeats):
+    with flags("default" if rounds else "float32"):
         run()
-    return (now() - began) / repeats
+        began = now()
+        for _ in range(repeats):
+            run()
+        return (now() - began) / repeats
 
 
 def growth(data: Path, options: argparse.Namespace) -> Results:
@@ -418,7 +424,10 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="*", default=[64, 512])
     parser.add_argument("--length", type=int, default=50, help="steps of a run of the throughput")
     parser.add_argument("--few", type=int, default=64, help="images of the curve")
-    parser.add_argument("--marks", type=int, nargs="*", default=[100, 300, 1000, 3000])
+    parser.add_argument("--marks", type=int, nargs="*", default=[100, 300, 1000, 3000, 10000], help="steps, likewise")
+    parser.add_argument("--latents", nargs="*", default=["resnet50", "densenet"], help="likewise")
+    parser.add_argument("--ways", nargs="*", default=["hand", "ours"], help="likewise")
+    parser.add_argument("--precision", default="float32", help="of ours, likewise")
     parser.add_argument("--audited", type=int, default=10000)
     parser.add_argument("--batch-audit", type=int, default=500)
     parser.add_argument("--fit", type=int, default=5000, help="images that the detectors of the audit are fitted to")
