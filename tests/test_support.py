@@ -250,8 +250,10 @@ def test_a_long_note_gives_way_to_the_bar_the_count_and_the_time_left(
     lines = re.split(r"[\r\n]+", terminal.text.replace("\x1b[2K", ""))
     (line,) = {line.rstrip() for line in lines if "aloe 2/6 l" in line}
     assert line.startswith("aloe 2/6 l") and len(line) <= columns
-    assert re.search(r" ━{20} +47/2820 -:--:--$", line)
+    bar = 5 if columns < 100 else 20
+    assert re.search(rf" ━{{{bar}}} +47/2820 -:--:--$", line)
     assert ("…" in line) == (columns < 200)
+    assert ("attack success 0.25" in line) == (columns >= 80)
 
 
 def test_nested_bars_share_one_display(terminal: Terminal) -> None:

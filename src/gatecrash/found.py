@@ -34,7 +34,7 @@ class Found:
     start_value: Tensor
     """(B,), the objective there; with `measure=False`, where the run began."""
     success: Tensor
-    """(B,), whether the value reached `stop`; without a `stop`, whether it is below the start's."""
+    """(B,), whether `value` reached `stop`; without a `stop`, whether it is below `start_value`."""
     steps: Tensor
     """(B,), the steps taken, over all restarts."""
     evaluations: Tensor

@@ -21,6 +21,9 @@ PATIENCE = 2.0
 BAR = 20
 """Signs that a bar has."""
 
+NARROW = 100
+"""Columns below which it has fewer, so that the note has more: on 80 a training's loss, accuracy and attack success."""
+
 _shown: ContextVar[Progress | None] = ContextVar("gatecrash_progress", default=None)
 
 
@@ -59,15 +62,15 @@ class Bar:
         return time.monotonic() - self._began > PATIENCE and sys.stderr.isatty()
 
     def _show(self) -> None:
-        outer = _shown.get()
+        outer, console = _shown.get(), Console(stderr=True)
         self._owned = outer is None
         self._display = outer or Progress(
             # It takes the room that bar, count and time left do not need, so these are whole on a narrow terminal too.
             TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, ratio=1)),
-            BarColumn(BAR),
+            BarColumn(BAR if console.width >= NARROW else BAR // 4),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
-            console=Console(stderr=True),
+            console=console,
             transient=True,
             expand=True,
             redirect_stdout=sys.stdout.isatty(),  # else what a script prints would leave its pipe or file

@@ -172,6 +172,68 @@ def test_weights_that_are_no_longer_finite_are_never_written(tmp_path: Path) -> 
     assert not (tmp_path / "checkpoint.json").exists()
 
 
+class Overflowing(nn.Module):
+    """A network whose output overflows in eval mode once its weight is no longer 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = self.scale * x.flatten(1)[:, :3]
+        return z if self.training or float(self.scale) == 1 else z * torch.inf
+
+
+def test_a_network_that_is_finite_in_training_only_is_never_written(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="the network's output is no longer finite after batch 3 of epoch 1"):
+        fit(Overflowing(), Plain(), material(), RECIPE, folder=tmp_path)
+    assert not (tmp_path / "checkpoint.json").exists()
+
+
+def test_a_step_that_fails_because_of_such_a_network_is_not_blamed(tmp_path: Path) -> None:
+    class Attacked(Plain):
+        def __call__(self, model: nn.Module, batch: Batch) -> Outcome:
+            self.batches.append(batch)
+            if len(self.batches) == 3:
+                raise ValueError("Encoder gives NaN for 8 of 8 starting images")
+            return Outcome(cross_entropy(model(batch.x), batch.y))
+
+    with pytest.raises(NotFinite, match="the network's output is no longer finite after batch 2 of epoch 1"):
+        fit(Overflowing(), Attacked(), material(), RECIPE, folder=tmp_path)
+
+
+def test_statistics_that_become_infinite_are_never_written_and_a_mask_may_be(tmp_path: Path) -> None:
+    class Counting(Plain):
+        def __call__(self, model: nn.Module, batch: Batch) -> Outcome:
+            if len(self.batches) == 4:
+                norm.running_var.fill_(torch.inf)
+            return super().__call__(model, batch)
+
+    model = network()
+    norm = model[1]
+    model.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+    with pytest.raises(
+        ValueError, match="a weight is no longer finite after batch 3 of epoch 2; the checkpoint of epoch 1 is kept"
+    ):
+        fit(model, Counting(), material(), RECIPE, folder=tmp_path)
+    assert [path.name for path in tmp_path.glob("*.safetensors")] == ["checkpoint-1.safetensors"]
+
+
+def test_a_fact_of_no_image_is_left_out_of_the_note_and_the_history() -> None:
+    class Rare(Plain):
+        def __call__(self, model: nn.Module, batch: Batch) -> Outcome:
+            outcome = super().__call__(model, batch)
+            count = torch.tensor(3 * batch.epoch)
+            return Outcome(outcome.loss, {"success": torch.tensor(0.25)}, {"success": count})
+
+    history = fit(network(), Rare(), material(), RECIPE)
+    assert ["success" in row for row in history] == [False, True]
+    assert history[1]["success"] == 0.25
+    watch = Watch(epoch=0, every=1)
+    watch.add(0, 3, Outcome(torch.tensor(1.0), {"success": torch.tensor(0.0)}, {"success": torch.tensor(0)}))
+    assert watch.note == "loss 1"
+
+
 def test_other_errors_of_a_step_pass() -> None:
     class Broken(Plain):
         def __call__(self, model: nn.Module, batch: Batch) -> Outcome:

@@ -127,7 +127,7 @@ def test_the_papers_number_of_steps() -> None:
     assert Inner(1 / 255).step == 1 / 255
 
 
-def test_the_success_is_the_share_of_inliers_that_lose_the_majority() -> None:
+def test_the_success_is_the_share_of_right_inliers_that_become_wrong() -> None:
     """Margins 0.35, 0.05, 0.15, −0.05 towards the true class, and an attacker who takes 0.1: one of three falls."""
     model = TwoClasses((1.0, 0.0), b=0.0)
     x = as_images(torch.tensor([[0.85, 0.5], [0.45, 0.5], [0.65, 0.5], [0.45, 0.5]], dtype=torch.float64))

@@ -30,6 +30,7 @@ from gatecrash.fitting.seeds import seed_of, seeded
 from gatecrash.fitting.step import Batch, Step, settings_of
 from gatecrash.fitting.watch import NotFinite, Watch
 from gatecrash.progress import progress
+from gatecrash.taps import evaluating
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -108,6 +109,8 @@ class _Trainer:
         self.done = 0
         self.history: History = []
         self.mean = RunningMean(model, recipe.ema)
+        self.finite = [name for name, buffer in model.named_buffers() if finite(buffer)]
+        """The buffers that are to stay so; a mask may have −∞ in it."""
 
     def run(self, evaluate: Callable[[nn.Module], Mapping[str, float]] | None) -> History:
         """All epochs that are left."""
@@ -144,11 +147,11 @@ class _Trainer:
             except NotFinite:
                 raise
             except Exception:
-                self._check(watch, number)  # where an earlier batch broke the network, that is what must be said
+                self._check(watch, number, batch)  # where an earlier batch broke the network, that is what must be said
                 raise
             advance(note=f"{epoch + 1}/{self.recipe.epochs} {watch.note}")
-        self._check(watch, self.batches.count)
-        return {name: float(value) for name, value in self._averaged(watch).items()}
+        self._check(watch, self.batches.count, batch)
+        return self._averaged(watch)
 
     def _learn(self, number: int, batch: Batch, watch: Watch) -> None:
         """One step; nothing in it waits for the device, save where the watch looks."""
@@ -167,17 +170,32 @@ class _Trainer:
         self.wrapped_optimiser.step()
         self.mean.follow()
 
-    def _check(self, watch: Watch, number: int) -> None:
-        """Raises NotFinite when a loss or gradient was not finite so far, or a weight is not before a batch."""
-        watch.look()
-        if not all(bool(tensor.isfinite().all()) for tensor in self.model.parameters()):
-            raise NotFinite(watch.sentence("a weight is no longer finite after", number - 1))
+    def _check(self, watch: Watch, number: int, batch: Batch) -> None:
+        """Raises NotFinite when a loss or gradient was not finite so far, or the network is not before batch `number`.
 
-    def _averaged(self, watch: Watch) -> dict[str, Tensor]:
-        """Means over all images of all processes."""
+        What it gives is looked at in eval mode too: there it may overflow while every number of training is finite.
+        """
+        watch.look()
+        buffers = dict(self.model.named_buffers())
+        if not all(map(finite, [*self.model.parameters(), *(buffers[name] for name in self.finite)])):
+            raise NotFinite(watch.after("a weight is no longer finite", number))
+        if not self._is_sound(batch.x):
+            raise NotFinite(watch.after("the network's output is no longer finite", number))
+
+    def _is_sound(self, x: Tensor) -> bool:
+        """Whether the network gives finite numbers in eval mode, or takes something else than the images."""
+        try:
+            with torch.no_grad(), evaluating(self.model):
+                output = self.model(x)
+        except Exception:
+            return True
+        return all(finite(part) for part in (output if isinstance(output, tuple) else (output,)))
+
+    def _averaged(self, watch: Watch) -> dict[str, float]:
+        """Means over all images of all processes; nothing where there was no image for one."""
         if self.fabric.world_size > 1:
             watch.sums, watch.counts = self.fabric.all_reduce((watch.sums, watch.counts), reduce_op="sum")
-        return watch.means
+        return {name: float(value) for name, value in watch.means.items() if float(watch.counts[name])}
 
     def _evaluated(self, evaluate: Callable[[nn.Module], Mapping[str, float]] | None) -> dict[str, float]:
         if evaluate is None:
@@ -237,6 +255,11 @@ class _Trainer:
         self.done, self.history = state["epoch"], state["history"]
         if self.folder is not None and self.fabric.is_global_zero:
             write_log(self.folder / "epochs.csv", self.history)  # the kill may have come before it was written
+
+
+def finite(tensor: object) -> bool:
+    """Whether there is no NaN and no infinity in a tensor; anything else is taken for it."""
+    return not isinstance(tensor, Tensor) or bool(tensor.isfinite().all())
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:

@@ -53,8 +53,8 @@ class Watch:
 
     @property
     def means(self) -> dict[str, Tensor]:
-        """The means so far; 0 where there was no image for one."""
-        return {name: value / self.counts[name].clamp(min=1) for name, value in self.sums.items()}
+        """The means so far; NaN where there was no image for one."""
+        return {name: value / self.counts[name] for name, value in self.sums.items()}
 
     def look(self) -> None:
         """Wait for the device and read what it found.
@@ -72,7 +72,11 @@ class Watch:
             if not math.isfinite(value):
                 raise NotFinite(self.sentence(f"the {what} is {value} in", batch))
         shown = zip(means, numbers[len(unseen) :], strict=True)
-        self.note = ", ".join(f"{name} {value:.3g}" for name, value in shown)
+        self.note = ", ".join(f"{name} {value:.3g}" for name, value in shown if not math.isnan(value))
+
+    def after(self, what: str, number: int) -> str:
+        """The message for what is found after so many batches of the epoch."""
+        return self.sentence(f"{what} after", number - 1) if number else self.sentence(f"{what} before", 0)
 
     def sentence(self, what: str, batch: int) -> str:
         """The message for a number that is not finite; the batch is counted from 0."""

@@ -82,7 +82,9 @@ class MethodPlan(Part):
         for key in method.needs:
             if key not in self.options:
                 raise ValueError(f"{self.name} needs {key}")
-        if not re.fullmatch(r"\w([\w .+-]{0,62}[\w+-])?", self.title) or self.title.lower() in TAKEN:
+        if self.title.lower() in TAKEN:
+            raise ValueError(f"no method can be called {self.title!r}, which is taken; give another label")
+        if not re.fullmatch(r"\w([\w .+-]{0,62}[\w+-])?", self.title):
             raise ValueError(
                 f"label must be at most 64 letters, digits, spaces and .+-_, since a folder is named so: {self.title!r}"
             )
@@ -151,6 +153,11 @@ class HardenPlan(Part):
         check_titles([method.title.lower() for method in self.methods], "method", "give one a label")
         check_titles([d.title for d in self.evaluation.detectors], "detector", "give one a label")
         for method in self.methods:
+            if method.buffer is not None and method.buffer < self.training.batch_size:
+                raise ValueError(
+                    f"{method.title}: a buffer of {method.buffer} samples is smaller than a batch of "
+                    f"{self.training.batch_size}; raise buffer"
+                )
             if METHODS[method.name].exposes and not self.data.outliers:
                 raise ValueError(f"data.outliers is missing: {method.title} must be exposed to outliers")
         if self.model.name.startswith("clip:"):

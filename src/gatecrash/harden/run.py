@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -84,6 +85,7 @@ def job_of_harden(plan: HardenPlan, folder: Path, device: torch.device, *, trust
     for name, part in (("data.train", train), ("data.test", test)):
         if part.y is None:
             raise ValueError(f"{name} must have labels, and {part.name} has none")
+    refuse_other_classes(train, test)
     mixed = [images(source, seed_of(plan.seed, "exposure")) for source in plan.data.outliers]
     job = HardenJob(
         plan=plan,
@@ -108,6 +110,17 @@ def job_of_harden(plan: HardenPlan, folder: Path, device: torch.device, *, trust
         raise ValueError(f"training.crop must be less than the side of the images, {side}, got {crop}")
     refuse_leaks(job.outliers, train, test, job.test_outliers)
     return job
+
+
+def refuse_other_classes(train: ImageSet, test: ImageSet) -> None:
+    """Raises a ValueError when both sets name their classes, and not alike: a label would mean two things."""
+    if train.classes is None or test.classes is None or train.classes == test.classes:
+        return
+    pairs = zip_longest(train.classes, test.classes)
+    label, (one, other) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
+    raise ValueError(
+        f"data.train and data.test have other classes: label {label} is {one!r} in the one and {other!r} in the other"
+    )
 
 
 def refuse_leaks(
