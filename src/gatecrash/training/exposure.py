@@ -125,7 +125,7 @@ class Exposure(Stateless):
     def __call__(self, model: nn.Module, batch: Batch) -> Outcome:
         """The loss of a batch, with the accuracy on what the network was shown and what the attacker came to.
 
-        `attack success` is the share of the inliers it had right that it then gets wrong, `outlier attack gain` the mean
+        `attack success` is the share of the inliers it had right and then gets wrong, `outlier attack gain` the mean
         rise of the outliers' cross-entropy to uniform, both of every tenth batch: they take two more passes.
         """
         shown, count = self._shown(batch), len(batch.x)
