@@ -835,6 +835,16 @@ def test_what_are_no_images_is_refused(x: Tensor, message: str) -> None:
         Encoder(Tower())(x)
 
 
+def test_mean_and_std_move_once_to_where_the_images_are() -> None:
+    encoder = Encoder(nn.Conv2d(3, 4, 1, device="meta"), mean=(0.5, 0.5, 0.5), std=(0.2, 0.2, 0.2))
+    assert encoder.mean is not None and encoder.mean.device.type == "cpu"
+    encoder(torch.rand(2, 3, 4, 4, device="meta"))
+    mean, std = encoder.mean, encoder.std
+    assert mean is not None and std is not None and {mean.device.type, std.device.type} == {"meta"}
+    encoder(torch.rand(2, 3, 4, 4, device="meta"))
+    assert encoder.mean is mean and encoder.std is std
+
+
 def test_images_on_another_device_are_refused() -> None:
     encoder = Encoder(nn.Conv2d(3, 4, 1, device="meta"))
     assert encoder.device == torch.device("meta")

@@ -89,6 +89,19 @@ def test_what_is_not_measured_is_not_evaluated_and_the_same_is_found(random_star
     assert torch.equal(calls[0], images()) is not random_start
 
 
+def test_a_gradient_in_another_layout_is_laid_out_like_the_images() -> None:
+    def spread_out(x: Tensor, rows: Tensor) -> Tensor:
+        return ripples(x.contiguous(memory_format=torch.channels_last).sin(), rows)
+
+    class Looking(Recorder):
+        def move(self, walk: Walk, state: State) -> Tensor:
+            assert walk.gradient is not None and walk.gradient.stride() == walk.x.stride()
+            return super().move(walk, state)
+
+    start = torch.rand(3, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    search(spread_out, start, Linf(0.1), stepper=Looking(), steps=3)
+
+
 def test_the_last_iterate_can_be_the_best() -> None:
     def slope(x: Tensor, rows: Tensor) -> Tensor:
         return x.flatten(1).sum(dim=1)

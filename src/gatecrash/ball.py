@@ -11,7 +11,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from gatecrash.prepared.fused import fused
 from gatecrash.registry import Registry
+from gatecrash.speed import current_pace
 
 BALLS: Registry[type[Ball]] = Registry("norm")
 
@@ -162,39 +164,48 @@ class L2(Ball):
         that is Σ min(t·d², b²), b the room a pixel has: concave and piecewise linear in t, so that Newton's method
         from the left never leaves the ball and ends after finitely many steps.
         """
-        budget = (self.eps - self._rounding(centre)) ** 2
+        if self.box is not None:
+            budget = x.new_full((), self._budget(centre, self.box))
+            early = not waits(x) and current_pace() == "plain"
+            return _into_ball_and_box(x, centre, budget, *self.box, early)
         d = (x - centre).flatten(1)
-        squares = d.square()
-        if self.box is None:
-            t = (budget / squares.sum(dim=1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)).clamp(max=1)
-            return centre + (t.sqrt() * d).view_as(x)
-        flat = centre.flatten(1)
-        room = torch.where(d > 0, self.box[1] - flat, flat - self.box[0]).square()
-        t = (budget / squares.sum(dim=1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)).clamp(max=1)
-        for _ in range(_NEWTON):
-            clipped = t * squares >= room
-            fixed = torch.where(clipped, room, 0).sum(dim=1, keepdim=True)
-            free = torch.where(clipped, 0, squares).sum(dim=1, keepdim=True)
-            before = t
-            t = torch.maximum(t, ((budget - fixed) / free.clamp_min(torch.finfo(x.dtype).tiny)).clamp(max=1))
-            if not waits(t) and torch.equal(t, before):
-                break
-        return self.clamp(centre + (t.sqrt() * d).view_as(x))
+        # Of every sample's own coordinates, so that no sample's numbers depend on another.
+        largest = centre.flatten(1).abs().amax(dim=1, keepdim=True) + self.eps
+        rounding = (self._unit(centre) * largest + 1e-7 * self.eps).clamp(max=self.eps / 2)
+        lengths = d.square().sum(dim=1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
+        return centre + (((self.eps - rounding) ** 2 / lengths).clamp(max=1).sqrt() * d).view_as(x)
 
     def direction(self, gradient: Tensor) -> Tensor:
         """The gradient divided by its Euclidean length."""
         return normalised(gradient)
 
-    def _rounding(self, centre: Tensor) -> float | Tensor:
-        """How far the sum centre + d may lie outside when every coordinate is rounded outwards; at most half of eps."""
-        largest: float | Tensor
-        if self.box is None:  # of every sample's own, (B, 1), so that no sample's numbers depend on another
-            largest = centre.flatten(1).abs().amax(dim=1, keepdim=True) + self.eps
-        else:
-            largest = max(abs(bound) for bound in self.box)
-        error = torch.finfo(centre.dtype).eps / 2 * math.sqrt(centre[0].numel()) * largest + 1e-7 * self.eps
-        # A number stays on the CPU: moving it to the device would make the host wait.
-        return torch.as_tensor(error).clamp(max=self.eps / 2).to(centre.dtype)
+    def _budget(self, centre: Tensor, box: tuple[float, float]) -> float:
+        """The squared radius, less what the sum centre + d may lie outside by rounding; at least a quarter of it."""
+        rounding = self._unit(centre) * max(abs(bound) for bound in box) + 1e-7 * self.eps
+        return (self.eps - min(rounding, self.eps / 2)) ** 2
+
+    @staticmethod
+    def _unit(centre: Tensor) -> float:
+        """How far a sum may be rounded away when every coordinate is rounded outwards, for coordinates up to 1."""
+        return torch.finfo(centre.dtype).eps / 2 * math.sqrt(centre[0].numel())
+
+
+@fused
+def _into_ball_and_box(x: Tensor, centre: Tensor, budget: Tensor, low: float, high: float, early: bool) -> Tensor:
+    """`L2.project` with a box; `early` ends when nothing changes any more, for which the host looks."""
+    d, flat, tiny = (x - centre).flatten(1), centre.flatten(1), torch.finfo(x.dtype).tiny
+    squares = d.square()
+    room = torch.where(d > 0, high - flat, flat - low).square()
+    t = (budget / squares.sum(dim=1, keepdim=True).clamp_min(tiny)).clamp(max=1)
+    for _ in range(_NEWTON):
+        clipped = t * squares >= room
+        fixed = torch.where(clipped, room, 0).sum(dim=1, keepdim=True)
+        free = torch.where(clipped, 0, squares).sum(dim=1, keepdim=True)
+        before = t
+        t = torch.maximum(t, ((budget - fixed) / free.clamp_min(tiny)).clamp(max=1))
+        if early and torch.equal(t, before):
+            break
+    return (centre + (t.sqrt() * d).view_as(x)).clamp(low, high)
 
 
 def waits(tensor: Tensor) -> bool:

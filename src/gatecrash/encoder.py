@@ -168,6 +168,7 @@ class Encoder(nn.Module):
             where = f"the images are on {images.device}, the network on {device}"
             raise ValueError(f"{where}; move one: x.to({str(device)!r})")
         x = images if self.size is None else resized(images, self.size)
+        self._follow(x.device)
         if self.mean is not None:
             x = x - per_channel(self.mean, x, "mean")
         if self.std is not None:
@@ -175,6 +176,14 @@ class Encoder(nn.Module):
         x = x if parameter is None else x.to(parameter.dtype)
         # A network may write into its input (x -= 0.5), and the images are the caller's.
         return x.clone() if x is images and (x.is_inference() or not self._spares_inputs) else x
+
+    def _follow(self, device: torch.device) -> None:
+        """Move mean and std for good to where the images are: a copy in every pass would make the host wait."""
+        for name in ("mean", "std"):
+            values = self._buffers[name]
+            if values is not None and values.device != device:
+                with torch.inference_mode(False):
+                    self._buffers[name] = values.to(device)
 
     def _recorded(self, inputs: Tensor) -> tuple[Any, dict[str, Tensor]]:
         with recording(self._taps) as outputs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -209,8 +210,9 @@ def run_from(
                 play = play.only(going)
                 project = settings.ball.projection(play.centre)
             drawn.clear()
-        moved = settings.stepper.move(walk, state)
-        x = project(moved if _is_new(moved, walk, state) else moved.clone()).detach()
+        with at_pace(settings.pace(step)) if settings.mixed else nullcontext():
+            moved = settings.stepper.move(walk, state)
+            x = project(moved if _is_new(moved, walk, state) else moved.clone()).detach()
         play.steps += play.count
     if settings.mixed:
         play.value, _ = evaluate(settings, play.x, play.rows)
@@ -326,6 +328,8 @@ def _evaluated(objective: Objective, with_gradient: bool, x: Tensor, rows: Tenso
             f"{name_of(objective)} has no gradient with respect to the images, so it cannot be attacked with one; look "
             "for detach(), no_grad() or numpy between the images and its value"
         )
+    if gradient.stride() != x.stride():  # arithmetic on two layouts is slow
+        gradient = torch.empty_like(x).copy_(gradient)
     return value.detach().to(x.dtype), gradient
 
 

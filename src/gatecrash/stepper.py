@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gatecrash.ball import L2, normalised, waits
+from gatecrash.prepared.fused import fused
 from gatecrash.protocols import State, Walk
 from gatecrash.registry import Registry, unknown
 
@@ -134,15 +135,33 @@ class Adamax:
 
     def move(self, walk: Walk, state: State) -> Tensor:
         """One Adamax step, with the first moment's bias corrected."""
-        direction = walk.ball.direction(gradient_of(walk))
-        slow, slower = self.betas
-        state["mean"] = state["mean"].lerp(direction, 1 - slow)
-        state["largest"] = torch.maximum(state["largest"] * slower, direction.abs() + 1e-8)
-        scaled = state["mean"] / state["largest"]
-        if isinstance(walk.ball, L2) and walk.step >= (1 - self.straight) * walk.steps:
-            scaled = normalised(state["mean"]) * spread(scaled.flatten(1).norm(dim=1), scaled)
         size = scheduled(walk.ball.eps / 100 if self.step is None else self.step, self.schedule, walk)
-        return walk.x - size / (1 - slow ** (walk.step + 1)) * scaled
+        rate = walk.x.new_full((), size / (1 - self.betas[0] ** (walk.step + 1)))  # else every step would be compiled
+        straight = isinstance(walk.ball, L2) and walk.step >= (1 - self.straight) * walk.steps
+        held = walk.x, gradient_of(walk), state["mean"], state["largest"], rate
+        moved, state["mean"], state["largest"] = _adamax(*held, self.betas, walk.ball.direction, straight)
+        return moved
+
+
+@fused
+def _adamax(
+    x: Tensor,
+    gradient: Tensor,
+    mean: Tensor,
+    largest: Tensor,
+    rate: Tensor,
+    betas: tuple[float, float],
+    direction_of: Callable[[Tensor], Tensor],
+    straight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The point after a step, the running mean, and the running maximum."""
+    direction = direction_of(gradient)
+    mean = mean.lerp(direction, 1 - betas[0])
+    largest = torch.maximum(largest * betas[1], direction.abs() + 1e-8)
+    scaled = mean / largest
+    if straight:
+        scaled = normalised(mean) * spread(scaled.flatten(1).norm(dim=1), scaled)
+    return x - rate * scaled, mean, largest
 
 
 @STEPPERS.register("apgd")

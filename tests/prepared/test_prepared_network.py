@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from gatecrash.encoder import Encoder
-from gatecrash.prepared import Preparation, PreparedNetwork
+from gatecrash.prepared import Preparation, PreparedNetwork, facts
 from gatecrash.prepared.network import filled
 from gatecrash.prepared.run import _records
 from gatecrash.prepared.tapped import Tapped
@@ -90,11 +90,24 @@ def test_many_networks_of_one_class_are_all_compiled() -> None:
 def test_a_size_is_compiled_after_as_many_calls_as_asked_for() -> None:
     encoder, counter = Encoder(Smooth()), CompileCounterWithBackend("eager")
     compiled = []
-    with fast(compile_after=2, backend=counter), torch.no_grad():
+    with fast(compile_after=2, backend=counter):
         for count in (4, 8, 4, 4, 8, 4, 8):
-            encoder(images(count))
+            encoder(images(count).requires_grad_())
             compiled.append(counter.frame_count)
     assert compiled == [0, 0, 0, 1, 1, 1, 2]
+
+
+def test_without_a_gradient_it_takes_ten_times_as_many_calls_and_the_facts_tell_of_both() -> None:
+    encoder, counter = Encoder(Smooth()), CompileCounterWithBackend("eager")
+    with fast(compile_after=2, backend=counter), torch.no_grad():
+        for _ in range(20):
+            encoder(images(4))
+        (fact,) = facts(encoder.model)
+        assert (fact["pace"], fact["compiled"], fact["calls"]) == ("prepared", False, {"4": 20})
+        encoder(images(4))
+    (fact,) = facts(encoder.model)
+    assert counter.frame_count == 1 and fact["compiled"] and fact["precision"] == "torch.float32"
+    assert facts(nn.Identity()) == []
 
 
 def refusing(graph: fx.GraphModule, inputs: list[Tensor]) -> Any:

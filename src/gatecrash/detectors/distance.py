@@ -101,7 +101,8 @@ class Mahalanobis(Detector):
     @property
     def magnitude(self) -> float:
         """The step η in use: the one given, or after `fit` the one it chose."""
-        return float(self.step) if self.fitted else self.magnitudes[0]
+        # A look at the one that `fit` chose makes the host wait, so it is taken where there was a choice only.
+        return float(self.step) if self.fitted and len(self.magnitudes) > 1 else self.magnitudes[0]
 
     @property
     def preprocesses(self) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
@@ -45,8 +45,11 @@ def prepare(
         probe = x[:2].detach()
         expected = plain(probe.clone())
         if pace == "half":
-            with suppress(Unfit):
+            try:
                 return PreparedNetwork(_copy(model, taps, names, torch.bfloat16, probe, expected), preparation)
+            except Unfit as reason:
+                message = f"{type(model).__name__} runs in float32 throughout, which is slower; in bf16 {reason}"
+                warnings.warn(message, RuntimeWarning, stacklevel=2)
         return PreparedNetwork(_copy(model, taps, names, torch.float32, probe, expected), preparation)
 
 

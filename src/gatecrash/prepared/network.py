@@ -14,6 +14,9 @@ from torch import Tensor
 from gatecrash.prepared.settings import Preparation
 from gatecrash.prepared.tapped import Outputs, Tapped
 
+RARE = 10
+"""How many times more often a pass without a gradient is to be seen: a search has two of them beside its steps."""
+
 Plain: TypeAlias = Callable[[Tensor], Outputs]
 """The network itself: the same outputs as its copy's."""
 
@@ -51,6 +54,12 @@ class PreparedNetwork:
         outputs: Outputs = self.tapped(laid_out(x))
         return outputs
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The precision, whether there is compiled code, and how often which size was asked for."""
+        sizes = {f"{size}{', gradient' if gradient else ''}": count for (size, gradient), count in self.calls.items()}
+        return {"precision": str(self.tapped.dtype), "compiled": self._code is not None, "calls": sizes}
+
     def give_up_compiling(self, error: Exception) -> None:
         """Run uncompiled from now on, and say so."""
         self.compiles, self._code = False, None
@@ -62,7 +71,8 @@ class PreparedNetwork:
         """Whether a batch is for compiled code: its size was seen often, and filling it up at most doubles the work."""
         size = self._size(x)
         self.calls[kind := (size, x.requires_grad)] += 1
-        return self.compiles and 2 * len(x) >= size and self.calls[kind] > (self.preparation.compile_after or 0)
+        after = (self.preparation.compile_after or 0) * (1 if x.requires_grad else RARE)
+        return self.compiles and 2 * len(x) >= size and self.calls[kind] > after
 
     def _size(self, x: Tensor) -> int:
         return next(size for size in self.preparation.sizes if size >= len(x))

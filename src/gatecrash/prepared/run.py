@@ -47,6 +47,17 @@ def run(
     return plain(x) if network is None else network(x, plain)
 
 
+def facts(model: nn.Module) -> list[dict[str, Any]]:
+    """How the copies of a network run, one after the other; empty where there is none."""
+    record = _records.get(model)
+    if record is None:
+        return []
+    return [
+        {"pace": pace, "layers": list(names), **({"runs": "as it is"} if network is None else network.facts)}
+        for (names, pace, *_), network in record.networks.items()
+    ]
+
+
 @dataclass
 class Record:
     """The copies of one network, and what tells whether they still are.
