@@ -480,17 +480,22 @@ def main() -> None:
     parser.add_argument("--grown-steps", type=int, default=60, help="likewise")
     parser.add_argument("--components", type=int, default=100, help="likewise, of the mixture, each for 500 latents")
     parser.add_argument("--compile-after", type=int, default=Preparation().compile_after, help="calls of one size")
+    parser.add_argument("--graphs", action="store_true", help="compiled code as CUDA graphs")
+    parser.add_argument("--cudnn-benchmark", action="store_true", help="for all, so for the loops by hand too")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     for part in options.parts.split(","):
         began = time.monotonic()
-        with preparing(devices=(DEVICE,), compile_after=options.compile_after):
+        torch.backends.cudnn.benchmark = options.cudnn_benchmark
+        with preparing(devices=(DEVICE,), compile_after=options.compile_after, graphs=options.graphs):
             for result in PARTS[part](options.data, options):
                 seconds = time.monotonic() - began
                 result |= {
                     "device": torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu",
                     "torch": torch.__version__,
                     "compile_after": options.compile_after,
+                    "graphs": options.graphs,
+                    "cudnn_benchmark": options.cudnn_benchmark,
                     "total_seconds": seconds,
                 }
                 write_text(options.out / f"{part}.json", json.dumps(result, indent=1))

@@ -110,6 +110,31 @@ def test_without_a_gradient_it_takes_ten_times_as_many_calls_and_the_facts_tell_
     assert facts(nn.Identity()) == []
 
 
+def test_what_comes_out_of_a_graph_is_not_overwritten_by_the_next_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes, place = [], torch.zeros(4, 5)
+
+    def recorded(tapped: Tapped, **options: Any) -> Any:
+        modes.append(options["mode"])
+        return lambda x: tuple(place.copy_(output) for output in tapped(x))
+
+    monkeypatch.setattr(torch, "compile", recorded)
+    encoder, network = Encoder(Smooth()), Smooth().eval()
+    with fast(compile_after=0, graphs=True), torch.no_grad():
+        first, second = encoder(images(4)), encoder(images(4, seed=1))
+        torch.testing.assert_close(first, network(images(4)), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(second, network(images(4, seed=1)), rtol=1e-4, atol=1e-5)
+    assert modes == ["reduce-overhead"]
+
+
+def test_a_gradient_out_of_a_graph_is_a_copy() -> None:
+    x = images(4)
+    (plain,), wanted = with_gradient(Encoder(Smooth()), x)
+    with fast(graphs=True):
+        (found,), gradient = with_gradient(Encoder(Smooth()), x)
+    torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-5)
+
+
 def refusing(graph: fx.GraphModule, inputs: list[Tensor]) -> Any:
     raise RuntimeError("no compiler here\nand more")
 

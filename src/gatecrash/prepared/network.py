@@ -78,13 +78,17 @@ class PreparedNetwork:
         return next(size for size in self.preparation.sizes if size >= len(x))
 
     def _compiled(self, x: Tensor) -> Outputs:
+        graphs = self.preparation.graphs
         if self._code is None:
-            self._code = torch.compile(self.tapped, dynamic=False, backend=self.preparation.backend)
+            mode = "reduce-overhead" if graphs else None
+            self._code = torch.compile(self.tapped, dynamic=False, backend=self.preparation.backend, mode=mode)
         # Every prepared network adds its sizes to the entries of one function.
         many = torch._dynamo.config.patch(recompile_limit=1 << 16, accumulated_recompile_limit=1 << 16)
         with many, several_gradients():
+            if graphs:
+                torch.compiler.cudagraph_mark_step_begin()
             outputs = self._code(laid_out(filled(x, self._size(x))))
-        return tuple(output[: len(x)] for output in outputs)
+        return tuple(output[: len(x)].clone() if graphs else output[: len(x)] for output in outputs)
 
 
 class _Once(torch.autograd.Function):
@@ -112,7 +116,8 @@ class _Once(torch.autograd.Function):
         keep = torch._C._autograd._get_current_graph_task_keep_graph()  # retain_graph=True
         try:
             with several_gradients():
-                return gradient_of(ctx.outputs, ctx.leaf, gradients, retain_graph=keep), None, None
+                found = gradient_of(ctx.outputs, ctx.leaf, gradients, retain_graph=keep)
+            return found.clone() if found is not None and ctx.network.preparation.graphs else found, None, None
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # a gradient's code may be compiled only when it is asked for
