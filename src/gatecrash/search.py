@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Literal, TypedDict, get_args
 
@@ -14,6 +15,7 @@ from gatecrash.found import Found, Trajectory, joined
 from gatecrash.images import check_images
 from gatecrash.play import Run, Settings, check_start_value, evaluate, run_from, still
 from gatecrash.portions import Portions
+from gatecrash.prepared import unchanged
 from gatecrash.progress import Bar, progress
 from gatecrash.protocols import Objective, Stepper
 from gatecrash.stepper import choose
@@ -113,7 +115,8 @@ def search(
                 rows = torch.arange(offset, offset + len(part), device=start.device)
                 limit = stop.to(rows.device)[rows] if isinstance(stop, Tensor) and stop.ndim == 1 else stop
                 origin = None if first is None else first[rows].detach()
-                found.append(_climb(settings, part, origin, rows, limit, source, bar))
+                with unchanged() if mixed else nullcontext():
+                    found.append(_climb(settings, part, origin, rows, limit, source, bar))
                 offset += len(part)
         return joined(found)
 

@@ -18,8 +18,9 @@ from torch import nn
 
 import gatecrash as gate
 from gatecrash.encoder import Encoder
-from gatecrash.prepared import PreparedNetwork
+from gatecrash.prepared import PreparedNetwork, unchanged
 from gatecrash.prepared.run import KEPT, SETTLED, _records
+from gatecrash.prepared.stamp import Stamp
 from gatecrash.speed import at_pace
 
 
@@ -186,6 +187,31 @@ def test_old_weights_are_never_used(change: Callable[[Smooth], None]) -> None:
         for _ in range(SETTLED + 2):
             torch.testing.assert_close(encoder(x).detach(), expected, rtol=1e-4, atol=1e-5)
     assert len(copies(model)) == 1  # prepared anew, once the weights had stayed the same for a while
+
+
+def test_where_nothing_changes_a_network_is_looked_at_once_and_in_the_next_block_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked, make = [], Stamp.__init__
+
+    def counted(stamp: Stamp, model: nn.Module) -> None:
+        looked.append(model)
+        make(stamp, model)
+
+    monkeypatch.setattr(Stamp, "__init__", counted)
+    encoder, x = Encoder(Smooth()), images(3)
+    with fast(), torch.no_grad():
+        with unchanged():
+            first = [encoder(x) for _ in range(4)]
+        assert len(looked) == 1
+        encoder.model.fc.bias += 1
+        with unchanged():
+            second = [encoder(x) for _ in range(3)]
+        assert len(looked) == 2
+        encoder(x), encoder(x)
+    assert len(looked) == 4
+    for z in second:
+        torch.testing.assert_close(z, first[0] + 1)
 
 
 def test_a_network_in_training_is_not_prepared_again_and_again() -> None:

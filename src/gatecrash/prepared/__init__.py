@@ -2,7 +2,7 @@
 
 from gatecrash.prepared.make import Unfit, prepare
 from gatecrash.prepared.network import PreparedNetwork
-from gatecrash.prepared.run import facts, run
+from gatecrash.prepared.run import facts, run, unchanged
 from gatecrash.prepared.settings import Preparation, preparing
 
-__all__ = ["Preparation", "PreparedNetwork", "Unfit", "facts", "prepare", "preparing", "run"]
+__all__ = ["Preparation", "PreparedNetwork", "Unfit", "facts", "prepare", "preparing", "run", "unchanged"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -71,11 +73,26 @@ class Record:
     weights: list[Tensor] = field(default_factory=list)
     networks: dict[Any, PreparedNetwork | None] = field(default_factory=dict)
     doubted: bool = False
+    block: object = None
+    """The `unchanged` block in which it was looked at."""
 
     def holds(self, stamp: Stamp) -> bool:
         """Whether the network with this stamp is the one that was copied."""
         doubted, self.doubted = self.doubted and bool(self.networks), False
         return self.stamp == stamp and (not doubted or stamp.same_weights(self.weights))
+
+
+_block: ContextVar[object] = ContextVar("unchanged", default=None)
+
+
+@contextmanager
+def unchanged() -> Iterator[None]:
+    """Inside the block no network changes, as its owner knows: each is looked at once, and not in every pass."""
+    before = _block.set(object())
+    try:
+        yield
+    finally:
+        _block.reset(before)
 
 
 _records: WeakKeyDictionary[nn.Module, Record] = WeakKeyDictionary()
@@ -91,19 +108,22 @@ def _network_for(
     model: nn.Module, taps: Mapping[str, nn.Module], names: tuple[str | None, ...], x: Tensor, plain: Plain
 ) -> PreparedNetwork | None:
     """The prepared copy for such images, made where it is not there yet; None where the network itself is to run."""
-    try:
-        stamp = Stamp(model)
-    except (
-        RuntimeError,
-        ValueError,
-    ):  # tensors without a place in memory: weights that are still to be made, sparse ones
-        return None
-    record = _records.get(model)
-    if record is None or not record.holds(stamp):
-        record = _records[model] = Record(stamp, wait=0 if record is None else SETTLED)
+    record, now = _records.get(model), _block.get()
+    if record is None or now is None or record.block is not now:
+        try:
+            stamp = Stamp(model)
+        except (
+            RuntimeError,
+            ValueError,
+        ):  # tensors without a place in memory: weights that are still to be made, sparse ones
+            return None
+        if record is None or not record.holds(stamp):
+            record = _records[model] = Record(stamp, wait=0 if record is None else SETTLED)
+        record.block = now
     if record.wait > 0:
         record.wait -= 1
         return None
+    stamp = record.stamp
     pace, preparation = current_pace(), current_preparation()
     key = names, pace, x.shape[1:], preparation
     if key not in record.networks:
