@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gatecrash.prepared.fused import fused
+from gatecrash.fused import fused
 from gatecrash.registry import Registry
 from gatecrash.speed import current_pace
 
@@ -165,9 +165,11 @@ class L2(Ball):
         from the left never leaves the ball and ends after finitely many steps.
         """
         if self.box is not None:
-            budget = x.new_full((), self._budget(centre, self.box))
+            # A radius, one number or a column of them, is a tensor: else every one would be compiled.
+            eps = self.eps if isinstance(self.eps, Tensor) else x.new_full((), self.eps)
+            error = self._unit(centre) * max(abs(bound) for bound in self.box)
             early = not waits(x) and current_pace() == "plain"
-            return _into_ball_and_box(x, centre, budget, *self.box, early)
+            return _into_ball_and_box(x, centre, eps, error, *self.box, early)
         d = (x - centre).flatten(1)
         # Of every sample's own coordinates, so that no sample's numbers depend on another.
         largest = centre.flatten(1).abs().amax(dim=1, keepdim=True) + self.eps
@@ -179,11 +181,6 @@ class L2(Ball):
         """The gradient divided by its Euclidean length."""
         return normalised(gradient)
 
-    def _budget(self, centre: Tensor, box: tuple[float, float]) -> float:
-        """The squared radius, less what the sum centre + d may lie outside by rounding; at least a quarter of it."""
-        rounding = self._unit(centre) * max(abs(bound) for bound in box) + 1e-7 * self.eps
-        return (self.eps - min(rounding, self.eps / 2)) ** 2
-
     @staticmethod
     def _unit(centre: Tensor) -> float:
         """How far a sum may be rounded away when every coordinate is rounded outwards, for coordinates up to 1."""
@@ -191,8 +188,11 @@ class L2(Ball):
 
 
 @fused
-def _into_ball_and_box(x: Tensor, centre: Tensor, budget: Tensor, low: float, high: float, early: bool) -> Tensor:
+def _into_ball_and_box(
+    x: Tensor, centre: Tensor, eps: Tensor, rounding: float, low: float, high: float, early: bool
+) -> Tensor:
     """`L2.project` with a box; `early` ends when nothing changes any more, for which the host looks."""
+    budget = (eps - torch.minimum(rounding + 1e-7 * eps, eps / 2)).square()
     d, flat, tiny = (x - centre).flatten(1), centre.flatten(1), torch.finfo(x.dtype).tiny
     squares = d.square()
     room = torch.where(d > 0, high - flat, flat - low).square()

@@ -15,9 +15,9 @@ from gatecrash.found import Found, Trajectory, joined
 from gatecrash.images import check_images
 from gatecrash.play import Run, Settings, check_start_value, evaluate, run_from, still
 from gatecrash.portions import Portions
-from gatecrash.prepared import unchanged
 from gatecrash.progress import Bar, progress
 from gatecrash.protocols import Objective, Stepper
+from gatecrash.speed import unchanged
 from gatecrash.stepper import choose
 
 Precision = Literal["auto", "float32", "mixed"]

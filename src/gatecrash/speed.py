@@ -30,6 +30,24 @@ def current_pace() -> Pace:
     return _pace.get()
 
 
+_block: ContextVar[object] = ContextVar("unchanged", default=None)
+
+
+@contextmanager
+def unchanged() -> Iterator[None]:
+    """Inside the block no network changes, as its owner knows: each is looked at once, and not in every pass."""
+    before = _block.set(object())
+    try:
+        yield
+    finally:
+        _block.reset(before)
+
+
+def current_block() -> object:
+    """What stands for the innermost block in which no network changes; None outside any."""
+    return _block.get()
+
+
 @contextmanager
 def full_float32() -> Iterator[None]:
     """Inside the block, float32 on a GPU is float32: where TF32 is on, which rounds to 10 bits, it is off.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gatecrash.ball import L2, normalised, waits
-from gatecrash.prepared.fused import fused
+from gatecrash.fused import fused
 from gatecrash.protocols import State, Walk
 from gatecrash.registry import Registry, unknown
 

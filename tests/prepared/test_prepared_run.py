@@ -18,10 +18,10 @@ from torch import nn
 
 import gatecrash as gate
 from gatecrash.encoder import Encoder
-from gatecrash.prepared import PreparedNetwork, unchanged
+from gatecrash.prepared import PreparedNetwork
 from gatecrash.prepared.run import KEPT, SETTLED, _records
 from gatecrash.prepared.stamp import Stamp
-from gatecrash.speed import at_pace
+from gatecrash.speed import at_pace, unchanged
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,6 @@ from gatecrash.fitting import Batch, History, Material, Outcome, Recipe, Statele
 
 BEGIN_WITH = 256
 """Samples that a density may take its first statistics from."""
-LOOKED_AT = 32
-"""Those of them that are looked at in the end."""
 
 
 class Likelihood(Stateless):
@@ -66,18 +64,4 @@ def train_density(
     step = Likelihood(density.dimensions)
     history = fit(density, step, material, recipe, folder=folder, resume=folder is not None)
     density.requires_grad_(False)
-    refuse_diverged(density, few[:LOOKED_AT])
     return history
-
-
-@torch.no_grad()
-def refuse_diverged(density: Density, samples: Tensor) -> None:
-    """Raises a ValueError when a trained density does not say how likely some of its samples are.
-
-    The loss of a batch is that before its step, so the last step of a training may be the one that breaks it.
-    """
-    if not bool(density(samples).isfinite().all()):
-        raise ValueError(
-            f"the training of {density.name} diverged: how likely its samples are is no longer a finite number. "
-            "A smaller lr, or clip, may help"
-        )

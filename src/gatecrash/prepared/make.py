@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from gatecrash.networks.folding import folded, hooked
+from gatecrash.preparation import Preparation
 from gatecrash.prepared.network import Plain, PreparedNetwork, filled, first_line
-from gatecrash.prepared.settings import Preparation
 from gatecrash.prepared.tapped import Outputs, Tapped
 from gatecrash.speed import Pace
 

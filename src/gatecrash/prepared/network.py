@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from gatecrash.prepared.settings import Preparation
+from gatecrash.preparation import Preparation
 from gatecrash.prepared.tapped import Outputs, Tapped
 
 RARE = 10

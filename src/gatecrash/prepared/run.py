@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -13,12 +11,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from gatecrash.preparation import current_preparation
 from gatecrash.prepared.make import Unfit, prepare
 from gatecrash.prepared.network import Plain, PreparedNetwork
-from gatecrash.prepared.settings import current_preparation
 from gatecrash.prepared.stamp import Stamp
 from gatecrash.prepared.tapped import Outputs
-from gatecrash.speed import current_pace
+from gatecrash.speed import current_block, current_pace
 
 KEPT = 8
 """Copies of one network that are kept; there is one per pace, image shape and set of layers."""
@@ -82,19 +80,6 @@ class Record:
         return self.stamp == stamp and (not doubted or stamp.same_weights(self.weights))
 
 
-_block: ContextVar[object] = ContextVar("unchanged", default=None)
-
-
-@contextmanager
-def unchanged() -> Iterator[None]:
-    """Inside the block no network changes, as its owner knows: each is looked at once, and not in every pass."""
-    before = _block.set(object())
-    try:
-        yield
-    finally:
-        _block.reset(before)
-
-
 _records: WeakKeyDictionary[nn.Module, Record] = WeakKeyDictionary()
 
 
@@ -108,7 +93,7 @@ def _network_for(
     model: nn.Module, taps: Mapping[str, nn.Module], names: tuple[str | None, ...], x: Tensor, plain: Plain
 ) -> PreparedNetwork | None:
     """The prepared copy for such images, made where it is not there yet; None where the network itself is to run."""
-    record, now = _records.get(model), _block.get()
+    record, now = _records.get(model), current_block()
     if record is None or now is None or record.block is not now:
         try:
             stamp = Stamp(model)

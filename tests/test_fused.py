@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from gatecrash.ball import L2, Linf
+from gatecrash.fused import Fused, fused
 from gatecrash.prepared import preparing
-from gatecrash.prepared.fused import Fused, fused
 from gatecrash.protocols import Walk
 from gatecrash.speed import at_pace
 from gatecrash.stepper import Adamax

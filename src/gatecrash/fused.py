@@ -9,7 +9,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from gatecrash.prepared.settings import current_preparation
+from gatecrash.preparation import current_preparation
 from gatecrash.speed import current_pace
 
 P = ParamSpec("P")
