@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
@@ -14,6 +15,26 @@ from gatecrash.speed import current_pace
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+def many_entries() -> AbstractContextManager[None]:
+    """Torch compiles one function for as many networks, sizes and settings as there are."""
+    setting: AbstractContextManager[None] = torch._dynamo.config.patch(
+        recompile_limit=1 << 16, accumulated_recompile_limit=1 << 16
+    )
+    return setting
+
+
+def warn_uncompiled(name: str, error: Exception) -> None:
+    """Say that something could not be compiled, and why."""
+    reason = first_line(getattr(error, "inner_exception", error))
+    message = f"{name} cannot be compiled, and runs uncompiled, which is slower: {reason}"
+    warnings.warn(message, RuntimeWarning, stacklevel=3)
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message."""
+    return str(error).strip().split("\n", 1)[0]
 
 
 class Fused(Generic[P, R]):
@@ -40,10 +61,7 @@ class Fused(Generic[P, R]):
                 raise
             except Exception as error:  # a compiler may raise anything
                 self.compiles = False
-                reason = str(getattr(error, "inner_exception", error)).strip().split("\n", 1)[0]
-                name = getattr(self.function, "__name__", "a function")
-                message = f"{name} cannot be compiled, and runs uncompiled, which is slower: {reason}"
-                warnings.warn(message, RuntimeWarning, stacklevel=2)
+                warn_uncompiled(getattr(self.function, "__name__", "a function"), error)
         return self.function(*args, **kwargs)
 
     def _is_due(self, x: Tensor) -> bool:
@@ -59,8 +77,7 @@ class Fused(Generic[P, R]):
         backend = current_preparation().backend
         if backend not in self._code:
             self._code[backend] = torch.compile(self.function, dynamic=True, fullgraph=True, backend=backend)
-        many = torch._dynamo.config.patch(recompile_limit=1 << 16, accumulated_recompile_limit=1 << 16)
-        with many:
+        with many_entries():
             return self._code[backend](*args, **kwargs)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
+
+from gatecrash.speed import holding
 
 
 @dataclass(frozen=True)
@@ -35,14 +37,9 @@ _DEFAULT = Preparation()
 _preparation: ContextVar[Preparation] = ContextVar("preparation", default=_DEFAULT)
 
 
-@contextmanager
-def preparing(**changes: Any) -> Iterator[None]:
+def preparing(**changes: Any) -> AbstractContextManager[None]:
     """Inside the block, networks are prepared with other settings, those of `Preparation`."""
-    before = _preparation.set(replace(_preparation.get(), **changes))
-    try:
-        yield
-    finally:
-        _preparation.reset(before)
+    return holding(_preparation, replace(_preparation.get(), **changes))
 
 
 def current_preparation() -> Preparation:

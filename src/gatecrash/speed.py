@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
 Pace = Literal["plain", "prepared", "half"]
 """`plain`: the network itself. `prepared`: the same function in float32, rearranged for speed. `half`: that in bf16."""
 
+T = TypeVar("T")
+
 _pace: ContextVar[Pace] = ContextVar("pace", default="plain")
 
 
 @contextmanager
-def at_pace(pace: Pace) -> Iterator[None]:
-    """Inside the block, encoders run their networks at this pace where they can."""
-    before = _pace.set(pace)
+def holding(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """Inside the block, the variable has this value."""
+    before = variable.set(value)
     try:
         yield
     finally:
-        _pace.reset(before)
+        variable.reset(before)
+
+
+def at_pace(pace: Pace) -> AbstractContextManager[None]:
+    """Inside the block, encoders run their networks at this pace where they can."""
+    return holding(_pace, pace)
 
 
 def current_pace() -> Pace:
@@ -33,14 +40,9 @@ def current_pace() -> Pace:
 _block: ContextVar[object] = ContextVar("unchanged", default=None)
 
 
-@contextmanager
-def unchanged() -> Iterator[None]:
+def unchanged() -> AbstractContextManager[None]:
     """Inside the block no network changes, as its owner knows: each is looked at once, and not in every pass."""
-    before = _block.set(object())
-    try:
-        yield
-    finally:
-        _block.reset(before)
+    return holding(_block, object())
 
 
 def current_block() -> object:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import csv
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -73,3 +74,33 @@ def test_without_tensorboard_there_is_still_a_log(tmp_path: Path, monkeypatch: p
     fit(network(), Plain(), material(), RECIPE, folder=tmp_path)
     assert len((tmp_path / "epochs.csv").read_text().splitlines()) == 4
     assert not (tmp_path / "events").exists()
+
+
+def test_a_disk_that_is_full_is_told_with_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    hook = threading.excepthook
+    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter.flush", full)
+    with pytest.raises(OSError, match="No space left on device") as told:
+        fit(network(), Plain(), material(), RECIPE, folder=tmp_path)
+    assert told.value.filename == str(tmp_path / "events")
+    assert threading.excepthook is hook
+
+
+def test_only_a_disks_error_of_the_writers_thread_is_kept_quiet() -> None:
+    shown: list[type[BaseException]] = []
+    before, threading.excepthook = threading.excepthook, lambda args: shown.append(args.exc_type)
+    try:
+        for error in (OSError, KeyError):
+
+            def fail(error: type[Exception] = error) -> None:
+                raise error
+
+            with logs_module.quiet_writer():
+                thread = threading.Thread(target=fail)
+                thread.start()
+                thread.join()
+    finally:
+        threading.excepthook = before
+    assert shown == [KeyError]

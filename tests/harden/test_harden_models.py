@@ -47,8 +47,8 @@ def every_method(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("every")
     model = {"options": OPTIONS | {"size": 32}, "size": 32}
     methods = [{"name": name, **OPTIONS_OF.get(name, {})} for name in METHODS]
-    train = {"source": "fashion:train", "limit": 12}
-    plan = small_model(model=model, data={"train": train}, methods=methods, training={"batch_size": 6})
+    train = {"source": "fashion:train", "limit": 24}
+    plan = small_model(model=model, data={"train": train}, methods=methods, training={"batch_size": 12})
     results = harden_plan(plan, out=folder / "run")
     assert [row["method"] for row in results["rows"]] == list(METHODS) == list(results["bundles"])
     return folder / "run"
@@ -81,12 +81,11 @@ def test_methods_differ_and_say_what_they_learnt_from(every_method: Path) -> Non
         assert not torch.equal(weights[name], weights[other]), (name, other)
     columns = {name: next(csv.reader((every_method / name / "epochs.csv").open())) for name in METHODS}
     assert {name for name in METHODS if "loss out" in columns[name]} == {"oe", "aoe", "aloe", "ccu"}
-    # The networks may have had none of the few images right, and then there is no share of those that became wrong.
-    assert {name for name in METHODS if "attack success" in columns[name]} <= {"adv", "aoe", "aloe"}
+    assert {name for name in METHODS if "attack success" in columns[name]} == {"adv", "aoe", "aloe"}
     assert {name for name in METHODS if "outlier attack gain" in columns[name]} == {"aloe"}
     data = {name: json.loads((every_method / name / "manifest.json").read_text())["data"] for name in METHODS}
     assert {name for name in METHODS if "outliers" in data[name]} == {"oe", "aoe", "aloe", "ccu"}
-    train = load_source("fashion:train", limit=12, channels=1, size=32)
+    train = load_source("fashion:train", limit=24, channels=1, size=32)
     assert data["oe"]["train"]["sha256"] == fingerprint(train) and data["oe"]["outliers"]["n"] == 10
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from gatecrash.densities.base import Density
 from gatecrash.fitting import Batch, History, Material, Outcome, Recipe, Stateless, fit, generator_of
+from gatecrash.fitting.watch import NotFinite
 
 BEGIN_WITH = 256
 """Samples that a density may take its first statistics from."""
@@ -62,6 +63,9 @@ def train_density(
         density.begin(few)
     material = Material(samples, torch.zeros(len(samples), dtype=torch.long), augment=augment)
     step = Likelihood(density.dimensions)
-    history = fit(density, step, material, recipe, folder=folder, resume=folder is not None)
+    try:
+        history = fit(density, step, material, recipe, folder=folder, resume=folder is not None)
+    except NotFinite as error:
+        raise NotFinite(f"the training of {density.name} diverged: {error}") from error
     density.requires_grad_(False)
     return history

@@ -9,9 +9,10 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from gatecrash.fused import first_line
 from gatecrash.networks.folding import folded, hooked
 from gatecrash.preparation import Preparation
-from gatecrash.prepared.network import Plain, PreparedNetwork, filled, first_line
+from gatecrash.prepared.network import Plain, PreparedNetwork, filled
 from gatecrash.prepared.tapped import Outputs, Tapped
 from gatecrash.speed import Pace
 

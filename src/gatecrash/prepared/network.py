@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -11,6 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from gatecrash.fused import many_entries, warn_uncompiled
 from gatecrash.preparation import Preparation
 from gatecrash.prepared.tapped import Outputs, Tapped
 
@@ -63,9 +63,7 @@ class PreparedNetwork:
     def give_up_compiling(self, error: Exception) -> None:
         """Run uncompiled from now on, and say so."""
         self.compiles, self._code = False, None
-        name, cause = type(self.tapped.model).__name__, getattr(error, "inner_exception", error)
-        message = f"{name} cannot be compiled, and runs uncompiled, which is slower: {first_line(cause)}"
-        warnings.warn(message, RuntimeWarning, stacklevel=2)
+        warn_uncompiled(type(self.tapped.model).__name__, error)
 
     def _is_due(self, x: Tensor) -> bool:
         """Whether a batch is for compiled code: its size was seen often, and filling it up at most doubles the work."""
@@ -82,9 +80,7 @@ class PreparedNetwork:
         if self._code is None:
             mode = "reduce-overhead" if graphs else None
             self._code = torch.compile(self.tapped, dynamic=False, backend=self.preparation.backend, mode=mode)
-        # Every prepared network adds its sizes to the entries of one function.
-        many = torch._dynamo.config.patch(recompile_limit=1 << 16, accumulated_recompile_limit=1 << 16)
-        with many, several_gradients():
+        with many_entries(), several_gradients():
             if graphs:
                 torch.compiler.cudagraph_mark_step_begin()
             outputs = self._code(laid_out(filled(x, self._size(x))))
@@ -166,8 +162,3 @@ def filled(x: Tensor, size: int) -> Tensor:
 def laid_out(x: Tensor) -> Tensor:
     """A copy, since a network may write into its input; channels last, with strides that depend on the shape only."""
     return x.clone(memory_format=torch.channels_last if x.ndim == 4 else torch.contiguous_format)
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's message."""
-    return str(error).strip().split("\n", 1)[0]
