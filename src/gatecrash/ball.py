@@ -17,8 +17,12 @@ from gatecrash.speed import current_pace
 
 BALLS: Registry[type[Ball]] = Registry("norm")
 
-_NEWTON = 8
-"""Iterations of the L2 projection at most; every one of them lies inside the ball, and few boxes need over four."""
+_NEWTON, _FAST = 8, 3
+"""Iterations of the L2 projection at most, and at a fast pace.
+
+Every one of them lies inside the ball, and few boxes need over four. After two, a picture's nearest point is seldom
+further away than 1e-5 of the radius.
+"""
 
 
 class Ball(ABC):
@@ -168,8 +172,9 @@ class L2(Ball):
             # A radius, one number or a column of them, is a tensor: else every one would be compiled.
             eps = self.eps if isinstance(self.eps, Tensor) else x.new_full((), self.eps)
             error = self._unit(centre) * max(abs(bound) for bound in self.box)
-            early = not waits(x) and current_pace() == "plain"
-            return _into_ball_and_box(x, centre, eps, error, *self.box, early)
+            plain = current_pace() == "plain"
+            count, early = (_NEWTON if plain else _FAST), plain and not waits(x)
+            return _into_ball_and_box(x, centre, eps, error, *self.box, count, early)
         d = (x - centre).flatten(1)
         # Of every sample's own coordinates, so that no sample's numbers depend on another.
         largest = centre.flatten(1).abs().amax(dim=1, keepdim=True) + self.eps
@@ -189,15 +194,15 @@ class L2(Ball):
 
 @fused
 def _into_ball_and_box(
-    x: Tensor, centre: Tensor, eps: Tensor, rounding: float, low: float, high: float, early: bool
+    x: Tensor, centre: Tensor, eps: Tensor, rounding: float, low: float, high: float, count: int, early: bool
 ) -> Tensor:
-    """`L2.project` with a box; `early` ends when nothing changes any more, for which the host looks."""
+    """`L2.project` with a box, by `count` iterations; `early` ends when nothing changes any more: the host looks."""
     budget = (eps - torch.minimum(rounding + 1e-7 * eps, eps / 2)).square()
     d, flat, tiny = (x - centre).flatten(1), centre.flatten(1), torch.finfo(x.dtype).tiny
     squares = d.square()
     room = torch.where(d > 0, high - flat, flat - low).square()
     t = (budget / squares.sum(dim=1, keepdim=True).clamp_min(tiny)).clamp(max=1)
-    for _ in range(_NEWTON):
+    for _ in range(count):
         clipped = t * squares >= room
         fixed = torch.where(clipped, room, 0).sum(dim=1, keepdim=True)
         free = torch.where(clipped, 0, squares).sum(dim=1, keepdim=True)
@@ -231,8 +236,11 @@ def distance(x: Tensor, other: Tensor, norm: str) -> Tensor:
 
 
 def normalised(gradient: Tensor) -> Tensor:
-    """Every sample's gradient divided by its Euclidean length; scaled first, so that tiny ones do not underflow."""
+    """Every sample's gradient divided by its Euclidean length, in which no square underflows."""
     flat = gradient.flatten(1)
+    if flat.device.type == "cuda":  # which is fast in float64, and slow in reading once more
+        exact = torch.linalg.vector_norm(flat, dim=1, keepdim=True, dtype=torch.float64)
+        return (flat * torch.where(exact > 0, 1 / exact.clamp_min(1e-37), 0).to(flat.dtype)).view_as(gradient)
     scaled = flat / flat.abs().amax(dim=1, keepdim=True).clamp_min(torch.finfo(flat.dtype).tiny)
     length = torch.linalg.vector_norm(scaled, dim=1, keepdim=True)
     unit: Tensor = torch.where(length > 0, scaled / length.clamp_min(1e-12), 0)

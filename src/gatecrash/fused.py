@@ -40,8 +40,9 @@ def first_line(error: Exception) -> str:
 class Fused(Generic[P, R]):
     """A function of tensors and flags, compiled once it was called often at another pace than "plain".
 
-    A number that changes from call to call is to be a tensor, else each is compiled anew. Where compiling fails, the
-    function itself runs, and it is said once.
+    It is compiled for the shapes it meets first, and once more, for a batch of any size, when that changes. A number
+    that changes from call to call is to be a tensor, else each is compiled anew. Where compiling fails, the function
+    itself runs, and it is said once.
     """
 
     def __init__(self, function: Callable[P, R]) -> None:
@@ -76,7 +77,7 @@ class Fused(Generic[P, R]):
     def _compiled(self, *args: P.args, **kwargs: P.kwargs) -> R:
         backend = current_preparation().backend
         if backend not in self._code:
-            self._code[backend] = torch.compile(self.function, dynamic=True, fullgraph=True, backend=backend)
+            self._code[backend] = torch.compile(self.function, fullgraph=True, backend=backend)
         with many_entries():
             return self._code[backend](*args, **kwargs)
 

@@ -17,8 +17,8 @@ class Preparation:
 
     Args:
         devices: the kinds of device on which they are.
-        sizes: the batch sizes for which code is compiled, from small to large. A larger batch is split, one of another
-            size is filled up, and one below half the smallest runs uncompiled.
+        sizes: the batch sizes for which code is compiled, from small to large, and that of the first batch. A larger
+            batch is split, one of another size is filled up, and one below half the smallest runs uncompiled.
         compile_after: calls of one size after which the code for it is compiled. Compiling takes up to a minute, so it
             pays in long searches only. None is never.
         backend: torch.compile's.

@@ -33,6 +33,23 @@ def never(x: Tensor) -> tuple[Tensor, ...]:
     ("count", "sizes"), [(1, []), (2, [4]), (4, [4]), (5, [8]), (8, [8]), (10, [8, 4]), (16, [8, 8]), (21, [8, 8, 8])]
 )
 def test_a_batch_is_split_and_filled_up_to_few_sizes(count: int, sizes: list[int]) -> None:
+    network, seen = watched()
+    network(images(SIZES[0]), never)
+    x = images(count)
+    (sums,) = network(x, never)
+    assert seen[1:] == sizes  # one image alone is not worth three copies
+    torch.testing.assert_close(sums, x.flatten(1).sum(dim=1, keepdim=True))
+
+
+def test_the_first_batch_is_as_large_as_it_is_and_no_smaller_one_is_filled_up_beyond_it() -> None:
+    network, seen = watched()
+    for count in (1, 6, 5, 3, 7, 6):
+        network(images(count), never)
+    assert SIZES[:2] == (4, 8) and seen == [6, 6, 4, 8, 6]
+
+
+def watched() -> tuple[PreparedNetwork, list[int]]:
+    """A network of a few sizes, and the sizes of the batches that its compiled code got."""
     seen: list[int] = []
 
     def backend(graph: fx.GraphModule, inputs: list[Tensor]) -> Any:
@@ -42,11 +59,8 @@ def test_a_batch_is_split_and_filled_up_to_few_sizes(count: int, sizes: list[int
 
         return run
 
-    x = images(count)
-    network = PreparedNetwork(Tapped(Sums(), (None,)), Preparation(sizes=SIZES, compile_after=0, backend=backend))
-    (sums,) = network(x, never)
-    assert seen == sizes  # one image alone is not worth three copies
-    torch.testing.assert_close(sums, x.flatten(1).sum(dim=1, keepdim=True))
+    preparation = Preparation(sizes=SIZES, compile_after=0, backend=backend)
+    return PreparedNetwork(Tapped(Sums(), (None,)), preparation), seen
 
 
 def test_a_batch_is_filled_with_copies_that_no_gradient_reaches() -> None:

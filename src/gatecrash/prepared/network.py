@@ -32,6 +32,8 @@ class PreparedNetwork:
     def __init__(self, tapped: Tapped, preparation: Preparation) -> None:
         self.tapped, self.preparation = tapped, preparation
         self.compiles = preparation.compile_after is not None
+        self.first: int | None = None
+        """The size of the first batch of some size, which most will have: no smaller one is filled up beyond it."""
         self.calls: Counter[tuple[int, bool]] = Counter()
         self._code: Any = None
 
@@ -44,6 +46,8 @@ class PreparedNetwork:
 
     def run(self, x: Tensor) -> Outputs:
         """The outputs for a batch that is not larger than the largest size."""
+        if self.first is None and len(x) >= self.preparation.sizes[0]:
+            self.first = len(x)
         if self._is_due(x):
             try:
                 return self._compiled(x)
@@ -51,7 +55,7 @@ class PreparedNetwork:
                 raise
             except Exception as error:  # a compiler may raise anything
                 self.give_up_compiling(error)
-        outputs: Outputs = self.tapped(laid_out(x))
+        outputs: Outputs = self.tapped(x)
         return outputs
 
     @property
@@ -73,7 +77,8 @@ class PreparedNetwork:
         return self.compiles and 2 * len(x) >= size and self.calls[kind] > after
 
     def _size(self, x: Tensor) -> int:
-        return next(size for size in self.preparation.sizes if size >= len(x))
+        size = next(size for size in self.preparation.sizes if size >= len(x))
+        return min(size, self.first) if self.first is not None and len(x) <= self.first else size
 
     def _compiled(self, x: Tensor) -> Outputs:
         graphs = self.preparation.graphs
@@ -83,7 +88,7 @@ class PreparedNetwork:
         with many_entries(), several_gradients():
             if graphs:
                 torch.compiler.cudagraph_mark_step_begin()
-            outputs = self._code(laid_out(filled(x, self._size(x))))
+            outputs = self._code(filled(x, self._size(x)).contiguous())
         return tuple(output[: len(x)].clone() if graphs else output[: len(x)] for output in outputs)
 
 
@@ -157,8 +162,3 @@ def gradient_of(
 def filled(x: Tensor, size: int) -> Tensor:
     """A batch of a certain size: the rows of x, then copies of the first, which no gradient reaches."""
     return x if len(x) == size else torch.cat([x, x[:1].detach().expand(size - len(x), *x.shape[1:])])
-
-
-def laid_out(x: Tensor) -> Tensor:
-    """A copy, since a network may write into its input; channels last, with strides that depend on the shape only."""
-    return x.clone(memory_format=torch.channels_last if x.ndim == 4 else torch.contiguous_format)

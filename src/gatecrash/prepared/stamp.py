@@ -44,12 +44,16 @@ class Stamp:
     __hash__ = None  # type: ignore[assignment]
 
     def weights(self) -> list[Tensor]:
-        """Copies of the tensors as they are now."""
-        return [tensor.detach().clone() for tensor in self.tensors]
+        """Copies of the tensors as they are now, as few long ones: a look at each would make the host wait."""
+        kinds: dict[Any, list[Tensor]] = {}
+        for tensor in self.tensors:
+            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach().flatten())
+        return [torch.cat(kind) for kind in kinds.values()]
 
     def same_weights(self, weights: list[Tensor]) -> bool:
         """Whether the tensors still have the values of such copies."""
-        return len(weights) == len(self.tensors) and all(map(torch.equal, weights, self.tensors))
+        now = self.weights()
+        return len(weights) == len(now) and all(map(torch.equal, weights, now))
 
 
 def _identical(first: list[Any], second: list[Any]) -> bool:
