@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.nn.functional import linear
 
 from gatecrash.encoder import Encoder
 from gatecrash.prepared.run import _records
+from gatecrash.prepared.tapped import WIDE
 
 
 class Branching(Smooth):
@@ -207,6 +209,23 @@ def test_batch_norms_keep_their_precision_in_half() -> None:
     dtypes = {name: tensor.dtype for name, tensor in network.tapped.model.state_dict().items()}
     assert dtypes["norm2.running_var"] == dtypes["norm2.weight"] == torch.float32
     assert dtypes["conv2.weight"] == dtypes["fc.bias"] == torch.bfloat16
+
+
+@pytest.mark.parametrize("mode", ["zeros", "reflect"])
+def test_a_convolution_on_few_channels_has_more_in_half_and_gives_the_same(mode: Literal["zeros", "reflect"]) -> None:
+    model = Smooth()
+    model.conv1.padding_mode = mode
+    expected = with_gradient(Encoder(copy.deepcopy(model).bfloat16()), images(3))
+    encoder = Encoder(model)
+    with fast("half"):
+        (latent,), gradient = with_gradient(encoder, images(3))
+    (network,) = _records[model].networks.values()
+    assert network is not None
+    shapes = {name: tuple(tensor.shape) for name, tensor in network.tapped.model.state_dict().items()}
+    assert shapes["conv1.weight"] == (8, WIDE, 3, 3) and shapes["conv2.weight"] == (6, 8, 3, 3)
+    assert model.conv1.weight.shape == (8, 3, 3, 3) and not model.conv1._forward_pre_hooks
+    torch.testing.assert_close(latent, expected[0][0], rtol=0.05, atol=0.01)
+    torch.testing.assert_close(gradient, expected[1], rtol=0.1, atol=0.1 * float(expected[1].abs().max()))
 
 
 def test_a_tapped_layer_that_was_replaced_is_the_plain_paths_to_name() -> None:
