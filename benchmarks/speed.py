@@ -496,7 +496,7 @@ def main() -> None:
     parser.add_argument("--grown-steps", type=int, default=60, help="likewise")
     parser.add_argument("--components", type=int, default=100, help="likewise, of the mixture, each for 500 latents")
     parser.add_argument("--compile-after", type=int, default=Preparation().compile_after, help="calls of one size")
-    parser.add_argument("--graphs", action="store_true", help="compiled code as CUDA graphs")
+    parser.add_argument("--graphs", type=int, default=Preparation().graphs, help="sizes up to this as CUDA graphs")
     parser.add_argument("--cudnn-benchmark", action="store_true", help="for all, so for the loops by hand too")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)

@@ -22,15 +22,15 @@ class Preparation:
         compile_after: calls of one size after which the code for it is compiled. Compiling takes up to a minute, so it
             pays in long searches only. None is never.
         backend: torch.compile's.
-        graphs: record compiled code as CUDA graphs, which small batches gain from: they are launched as a whole. What
-            comes out of one is copied, since the next launch writes there.
+        graphs: the largest size whose compiled code is recorded as a CUDA graph, which is launched as a whole, so that
+            small batches gain. What comes out of one is copied, since the next launch writes there.
     """
 
     devices: tuple[str, ...] = ("cuda",)
     sizes: tuple[int, ...] = (64, 128, 256, 512)
     compile_after: int | None = 200
     backend: str | Callable[..., Any] = "inductor"
-    graphs: bool = False
+    graphs: int = 0
 
 
 _DEFAULT = Preparation()

@@ -133,17 +133,32 @@ def test_what_comes_out_of_a_graph_is_not_overwritten_by_the_next_launch(monkeyp
 
     monkeypatch.setattr(torch, "compile", recorded)
     encoder, network = Encoder(Smooth()), Smooth().eval()
-    with fast(compile_after=0, graphs=True), torch.no_grad():
+    with fast(compile_after=0, graphs=SIZES[-1]), torch.no_grad():
         first, second = encoder(images(4)), encoder(images(4, seed=1))
         torch.testing.assert_close(first, network(images(4)), rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(second, network(images(4, seed=1)), rtol=1e-4, atol=1e-5)
     assert modes == ["reduce-overhead"]
 
 
+def test_only_small_batches_are_recorded_as_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes = []
+
+    def compiled(tapped: Tapped, **options: Any) -> Any:
+        modes.append(options["mode"])
+        return tapped
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    encoder = Encoder(Smooth())
+    with fast(compile_after=0, graphs=SIZES[0]), torch.no_grad():
+        for count in (4, 8, 3, 7):
+            encoder(images(count))
+    assert modes == ["reduce-overhead", None]
+
+
 def test_a_gradient_out_of_a_graph_is_a_copy() -> None:
     x = images(4)
     (plain,), wanted = with_gradient(Encoder(Smooth()), x)
-    with fast(graphs=True):
+    with fast(graphs=SIZES[-1]):
         (found,), gradient = with_gradient(Encoder(Smooth()), x)
     torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-5)

@@ -35,7 +35,8 @@ class PreparedNetwork:
         self.first: int | None = None
         """The size of the first batch of some size, which most will have: no smaller one is filled up beyond it."""
         self.calls: Counter[tuple[int, bool]] = Counter()
-        self._code: Any = None
+        self._code: dict[bool, Any] = {}
+        """The compiled code, as CUDA graphs or not."""
 
     def __call__(self, x: Tensor, plain: Plain) -> Outputs:
         """The outputs for a batch of any size."""
@@ -62,11 +63,11 @@ class PreparedNetwork:
     def facts(self) -> dict[str, Any]:
         """The precision, whether there is compiled code, and how often which size was asked for."""
         sizes = {f"{size}{', gradient' if gradient else ''}": count for (size, gradient), count in self.calls.items()}
-        return {"precision": str(self.tapped.dtype), "compiled": self._code is not None, "calls": sizes}
+        return {"precision": str(self.tapped.dtype), "compiled": bool(self._code), "calls": sizes}
 
     def give_up_compiling(self, error: Exception) -> None:
         """Run uncompiled from now on, and say so."""
-        self.compiles, self._code = False, None
+        self.compiles, self._code = False, {}
         warn_uncompiled(type(self.tapped.model).__name__, error)
 
     def _is_due(self, x: Tensor) -> bool:
@@ -76,20 +77,25 @@ class PreparedNetwork:
         after = (self.preparation.compile_after or 0) * (1 if x.requires_grad else RARE)
         return self.compiles and 2 * len(x) >= size and self.calls[kind] > after
 
+    def is_recorded(self, x: Tensor) -> bool:
+        """Whether compiled code for such a batch is a CUDA graph."""
+        return self._size(x) <= self.preparation.graphs
+
     def _size(self, x: Tensor) -> int:
         size = next(size for size in self.preparation.sizes if size >= len(x))
         return min(size, self.first) if self.first is not None and len(x) <= self.first else size
 
     def _compiled(self, x: Tensor) -> Outputs:
-        graphs = self.preparation.graphs
-        if self._code is None:
-            mode = "reduce-overhead" if graphs else None
-            self._code = torch.compile(self.tapped, dynamic=False, backend=self.preparation.backend, mode=mode)
+        recorded = self.is_recorded(x)
+        if recorded not in self._code:
+            mode = "reduce-overhead" if recorded else None
+            compiled = torch.compile(self.tapped, dynamic=False, backend=self.preparation.backend, mode=mode)
+            self._code[recorded] = compiled
         with many_entries(), several_gradients():
-            if graphs:
+            if recorded:
                 torch.compiler.cudagraph_mark_step_begin()
-            outputs = self._code(filled(x, self._size(x)).contiguous())
-        return tuple(output[: len(x)].clone() if graphs else output[: len(x)] for output in outputs)
+            outputs = self._code[recorded](filled(x, self._size(x)).contiguous())
+        return tuple(output[: len(x)].clone() if recorded else output[: len(x)] for output in outputs)
 
 
 class _Once(torch.autograd.Function):
@@ -118,7 +124,7 @@ class _Once(torch.autograd.Function):
         try:
             with several_gradients():
                 found = gradient_of(ctx.outputs, ctx.leaf, gradients, retain_graph=keep)
-            return found.clone() if found is not None and ctx.network.preparation.graphs else found, None, None
+            return found.clone() if found is not None and ctx.network.is_recorded(x) else found, None, None
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # a gradient's code may be compiled only when it is asked for
