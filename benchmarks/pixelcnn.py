@@ -165,7 +165,9 @@ def attacked(detector: Detector, inside: Tensor, outliers: Tensor, options: argp
             eps=eps,
             clean=auroc(inside, clean),
             auroc=auroc(inside, found.score),
+            targets=auroc(inside, targets),
             gap_median=float((found.score - targets).abs().median()),
+            gap_90=float((found.score - targets).abs().quantile(0.9)),
         )
 
 

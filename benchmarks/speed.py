@@ -1,6 +1,6 @@
 """How fast a search is on a GPU, against the same search written by hand: the numbers of docs/results/speed.md.
 
-    python benchmarks/speed.py DATA OUT --parts collide,throughput,curve,audit,growth
+    python benchmarks/speed.py DATA OUT --parts collide,throughput,curve,agree,audit,growth
 
 DATA holds imagenet.npz (x uint8 250×224×224×3), chest_xray.jpg and resnet50.safetensors (with the stride in the first
 convolution of a block); cifar10_test.npz, cifar10_train.npz, gtsrb_test.npz and densenet_bc.safetensors. OUT gets one
@@ -341,6 +341,33 @@ def facts(mape: Tensor) -> dict[str, float]:
     return {"median_mape": float(mape.median()), "under_0.1_percent": float((mape < 1e-3).float().mean())}
 
 
+def agree(data: Path, options: argparse.Namespace) -> Results:
+    """AUROC after both sides were attacked, and the time, on the plain and on the fast path."""
+    model = densenet(data)
+    encoder, features = gate.Encoder(model, **CIFAR), gate.Encoder(model, "avgpool", **CIFAR)
+    inliers, outliers = cifar(data, "cifar10_test", options.agreed), cifar(data, "gtsrb_test", options.agreed)
+    labels = torch.from_numpy(np.load(data / "cifar10_train.npz")["y"][: options.fit]).long().to(DEVICE)
+    detectors = {
+        "msp": gate.detectors.MSP(encoder),
+        "energy": gate.detectors.Energy(encoder),
+        "mahalanobis": gate.detectors.Mahalanobis(features),
+    }
+    gate.fit_all(list(detectors.values()), (cifar(data, "cifar10_train", options.fit), labels))
+    rows = []
+    for name, detector in detectors.items():
+        for ball in (gate.Linf(PIXEL), gate.Linf(8 * PIXEL), gate.L2(0.5)):
+            row: dict[str, Any] = {"detector": name, "ball": str(ball)}
+            for precision in ("float32", "auto", "mixed"):
+                began = now()
+                into = gate.admit(detector, outliers, ball, steps=options.length, precision=precision)  # type: ignore[arg-type]
+                out = gate.evict(detector, inliers, ball, steps=options.length, precision=precision)  # type: ignore[arg-type]
+                row[f"{precision}_seconds"] = now() - began
+                scores = detector.scores(out.x, 500), detector.scores(into.x, 500)
+                row[precision] = gate.metrics.auroc(*scores)
+            rows.append(row)
+            yield {"count": len(inliers), "steps": options.length, "rows": rows}
+
+
 def audit(data: Path, options: argparse.Namespace) -> Results:
     """A two-sided audit of five detectors, and what of its time is the network's own: that of its passes, alone.
 
@@ -467,7 +494,14 @@ def growth(data: Path, options: argparse.Namespace) -> Results:
         yield {"rows": rows}
 
 
-PARTS = {"collide": collide, "throughput": throughput, "curve": curve, "audit": audit, "growth": growth}
+PARTS = {
+    "collide": collide,
+    "throughput": throughput,
+    "curve": curve,
+    "agree": agree,
+    "audit": audit,
+    "growth": growth,
+}
 
 
 def main() -> None:
@@ -483,7 +517,8 @@ def main() -> None:
     parser.add_argument("--far", type=float, nargs="*", default=[play.FAR], help="shares of them in half precision")
     parser.add_argument("--batch", type=int, default=250)
     parser.add_argument("--batches", type=int, nargs="*", default=[64, 512])
-    parser.add_argument("--length", type=int, default=100, help="steps of a run of the throughput")
+    parser.add_argument("--length", type=int, default=100, help="steps of a run of the throughput, and of agree")
+    parser.add_argument("--agreed", type=int, default=500, help="images on either side of agree")
     parser.add_argument("--few", type=int, default=64, help="images of the curve")
     parser.add_argument("--marks", type=int, nargs="*", default=[100, 300, 1000, 3000, 10000], help="steps, likewise")
     parser.add_argument("--latents", nargs="*", default=["resnet50", "densenet"], help="likewise")

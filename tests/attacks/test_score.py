@@ -98,6 +98,9 @@ def test_a_score_is_brought_to_a_value() -> None:
     assert [rung.score is not None for rung in same.rungs] == [True, True]
     with pytest.raises(ValueError, match=r"value must be one number or of shape \(4,\), got \(3,\)"):
         score_to(score, CENTRE, torch.zeros(3), L2(1.0))
+    for value in (float("nan"), torch.tensor([0.0, float("inf"), 0.0, 0.0])):
+        with pytest.raises(ValueError, match=r"value must be finite, got (nan|inf)"):
+            score_to(score, CENTRE, value, L2(1.0))
 
 
 def test_a_detector_that_is_not_fitted_is_refused() -> None:

@@ -56,6 +56,25 @@ def test_a_bundle_beside_the_plan_is_audited_without_images_to_fit(
     assert rows[1]["auroc"] <= rows[0]["auroc"]
 
 
+def test_what_must_be_fitted_beside_its_bundle_asks_for_images(tmp_path: Path) -> None:
+    save_density(Autoencoder([1, 28, 28], width=4, latent=3), tmp_path / "kept")
+    path = written(tmp_path, {"name": "autoencoder", "distance": "mahalanobis", "bundle": "kept", "label": "mine"})
+    with pytest.raises(ValueError, match=r"data\.fit is missing: mine must be fitted on inliers"):
+        audit_plan(path, out=tmp_path / "out")
+
+
+def test_checkpoints_stand_beside_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    model, training = {"width": 4, "latent": 3}, {"epochs": 1}
+    path = written(tmp_path, {"name": "autoencoder", "checkpoints": "kept", "model": model, "training": training})
+    plan = yaml.safe_load(path.read_text())
+    plan["data"]["fit"] = {"source": "fashion:train", "limit": 20}
+    path.write_text(yaml.safe_dump(plan))
+    audit_plan(path, out=tmp_path / "out")
+    assert (tmp_path / "kept" / "checkpoint.json").is_file() and not any((tmp_path / "elsewhere").iterdir())
+
+
 def test_the_example_has_the_detectors_that_model_the_data_at_the_side_of_the_images() -> None:
     plan = example_plan("generative")
     names = {"glow", "complexity", "pixelcnn", "vae", "maf", "autoencoder", "collision_residual"}

@@ -20,8 +20,8 @@ class Bell(Density):
 
     name = "bell"
 
-    def __init__(self, shape: list[int]) -> None:
-        super().__init__(shape)
+    def __init__(self, shape: list[int], kept: int = 0) -> None:
+        super().__init__(shape, kept=kept)
         self.mean = nn.Parameter(torch.zeros(self.shape))
         self.begun: Tensor | None = None
 
@@ -31,6 +31,10 @@ class Bell(Density):
 
     def begin(self, x: Tensor) -> None:
         self.begun = x
+
+
+class Wide(Bell):
+    name = "wide"
 
 
 @pytest.fixture
@@ -82,6 +86,15 @@ def test_a_killed_training_goes_on(tmp_path: Path) -> None:
     assert torch.equal(resumed.mean, whole.mean)
 
 
+def test_a_training_on_other_samples_or_of_another_density_is_not_gone_on_with(tmp_path: Path) -> None:
+    train_density(Bell([1, 2, 2]), SAMPLES, Recipe(epochs=1), folder=tmp_path)
+    with pytest.raises(ValueError, match=r"was begun with other settings, material\.images; choose another folder"):
+        train_density(Bell([1, 2, 2]), SAMPLES.flip(0), Recipe(epochs=1), folder=tmp_path)
+    for other, what in ((Wide([1, 2, 2]), r"step\.density"), (Bell([1, 2, 2], kept=3), r"step\.options")):
+        with pytest.raises(ValueError, match=f"was begun with other settings, {what}; choose another folder"):
+            train_density(other, SAMPLES, Recipe(epochs=1), folder=tmp_path)
+
+
 def test_samples_of_another_shape_are_refused() -> None:
     with pytest.raises(ValueError, match=r"of shape \(1, 3, 3\), got \(1, 2, 2\)"):
         train_density(Bell([1, 3, 3]), SAMPLES, RECIPE)
@@ -110,6 +123,8 @@ def test_a_bundle_gives_the_density_back(tmp_path: Path) -> None:
     [
         (None, "no bundle of a density: model.json is missing"),
         ("{", "does not describe a density"),
+        ('{"name": "builtin:small_cnn"}', "does not describe a density: it is of another kind of model"),
+        ('{"schema": 99, "density": "bell"}', "it has schema 99, this version reads 1"),
         ('{"density": "bell"}', "does not describe a density: 'shape'"),
         ('{"density": "bel", "shape": [1], "options": {}}', "did you mean 'bell'"),
         ('{"density": "bell", "shape": [1], "options": {"width": 3}}', "width"),

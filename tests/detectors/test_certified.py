@@ -159,6 +159,11 @@ def test_a_bundle_gives_the_mixtures_and_is_not_fitted_again(tmp_path: Path) -> 
             CCU(net, bundle=str(tmp_path / f"{name}.safetensors"))
     with pytest.raises(ValueError, match="there is no saved detector at"):
         CCU(net, bundle=str(tmp_path / "nowhere"))
+    with pytest.raises(
+        ValueError, match="a bundle has its mixtures and odds; leave out components, odds, or the bundle"
+    ):
+        CCU(net, bundle=str(tmp_path), odds=7.0, components=3)
+    assert CCU(net, bundle=str(tmp_path), score="confidence").score == "confidence"
 
 
 def test_another_metric_is_noticed_however_it_comes() -> None:

@@ -95,6 +95,11 @@ def test_attacks_reach_what_they_ask_for() -> None:
     assert (after < 0.2 * before).all()
 
 
+def test_only_the_score_that_is_a_gradient_itself_jumps_where_the_network_has_kinks() -> None:
+    cards = {score: JEM(trained_net(), score=score).card.gradient for score in ("logsumexp", "softmax", "gradient")}
+    assert cards == {"logsumexp": "exact", "softmax": "exact", "gradient": "exact between jumps"}
+
+
 def test_a_score_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ValueError, match="score must be one of logsumexp, softmax, gradient, got 'energy'"):
         JEM(trained_net(), score="energy")

@@ -137,7 +137,10 @@ def test_a_detector_without_an_encoder_is_loaded_without_one(
         ({"training": {"foo": 1}}, "training: unknown option 'foo'; known: epochs, batch_size"),
         ({"training": [1]}, r"training must be a mapping of epochs, .*, got \[1\]"),
         ({"training": {"lr": "fast"}}, "training: lr must be a number, got 'fast'"),
+        ({"training": {"seed": 2**70}}, "training: seed must have at most 64 bits"),
         ({"bundle": 5}, "bundle must be the name of a folder, got 5"),
+        ({"checkpoints": 3}, "checkpoints must be the name of a folder, got 3"),
+        ({"shape": [1, 8, 8], "model": {"preset": ["small"]}}, r"preset must be 'small' or 'paper', got \['small'\]"),
     ],
 )
 def test_what_is_wrong_in_a_plan_is_named(options: dict[str, Any], message: str) -> None:

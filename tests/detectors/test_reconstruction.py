@@ -353,7 +353,7 @@ def test_latent_detectors_that_do_not_suit_are_refused() -> None:
         ({"latent_options": {"magnitude": 0.05}}, "which mahalanobis does not"),
         ({"latent": "collision_residual"}, "which collision_residual does not"),
         ({"latent": "autoencoder"}, "which autoencoder does not"),
-        ({"latent": "ensemble"}, "latent: "),
+        ({"latent": "ensemble"}, "latent: 'ensemble' is made of other detectors"),
         ({"latent_options": {"depth": 2}}, "latent: .*depth"),
     ):
         with pytest.raises(ValueError, match=message):

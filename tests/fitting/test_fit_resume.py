@@ -176,6 +176,7 @@ def test_a_run_with_other_settings_is_not_resumed(tmp_path: Path) -> None:
     refused(Plain(), DATA, Recipe(2, 6), "step.inliers, step.inner, step.kind, step.outliers, step.weight")
     refused(exposure(model), Material(DATA.x, 2 - DATA.y, DATA.outliers), Recipe(2, 6), "material.labels")
     refused(exposure(model), Material(DATA.x, DATA.y, DATA.x), Recipe(2, 6), "material.outliers")
+    refused(exposure(model), Material(DATA.x.flip(0), DATA.y, DATA.outliers), Recipe(2, 6), "material.images")
     assert len(fit(model, exposure(model), DATA, Recipe(2, 6), folder=tmp_path, resume=True)) == 2
 
 

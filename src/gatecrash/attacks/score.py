@@ -104,6 +104,8 @@ def score_to(
     goal = torch.as_tensor(value, dtype=start.dtype, device=start.device)
     if goal.ndim and goal.shape != start.shape[:1]:
         raise ValueError(f"value must be one number or of shape ({len(start)},), got {tuple(goal.shape)}")
+    if not bool(goal.isfinite().all()):
+        raise ValueError(f"value must be finite, got {float(goal[~goal.isfinite()].flatten()[0])}")
     found = search(ScoreNear(detector, goal), start, ball, stepper=stepper or Adamax(), steps=steps, **options)
     before = scores(detector, start, options.get("batch_size"))
     return found.with_measured(

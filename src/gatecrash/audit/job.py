@@ -99,9 +99,12 @@ def job_of_plan(plan: Plan, folder: Path, device: torch.device, *, trust: bool =
     def optional(source: SourcePlan | None) -> ImageSet | None:
         return None if source is None else images(source)
 
+    detectors = {part.title: build_detector(part, encoder, features, folder) for part in plan.detectors}
+    if plan.data.fit is None:
+        check_nothing_to_learn(detectors)
     return Job(
         plan=plan_text(plan),
-        detectors={part.title: build_detector(part, encoder, features, folder) for part in plan.detectors},
+        detectors=detectors,
         encoder=encoder,
         features=features,
         inliers=images(plan.data.inliers),
@@ -120,7 +123,7 @@ def job_of_plan(plan: Plan, folder: Path, device: torch.device, *, trust: bool =
 def build_detector(plan: DetectorPlan, encoder: Encoder, features: Encoder | None, folder: Path) -> Detector:
     """The detector of a plan; one that reads features gets the model's layer unless it names its own.
 
-    A bundle that it names is relative to `folder`.
+    A folder that it names is relative to `folder`.
     """
     if plan.members is not None:
         members = [build_detector(member, encoder, features, folder) for member in plan.members]
@@ -132,12 +135,20 @@ def build_detector(plan: DetectorPlan, encoder: Encoder, features: Encoder | Non
             raise ValueError(f"{plan.title} reads features: give model.layer, or layers beside the detector's name")
         base = features
     options = dict(plan.options)
-    if isinstance(options.get("bundle"), str):
-        options["bundle"] = str(at_home(folder, options["bundle"]))
+    for name in ("bundle", "checkpoints"):
+        if isinstance(options.get(name), str):
+            options[name] = str(at_home(folder, options[name]))
     try:
         return build({"name": plan.name, "options": options}, base)
     except TypeError as error:
         raise ValueError(f"the options {plan.options} do not suit {plan.name}: {error}") from error
+
+
+def check_nothing_to_learn(detectors: Mapping[str, Detector]) -> None:
+    """Raises a ValueError that names those that a bundle gave something, and not all they need."""
+    needy = [title for title, detector in detectors.items() if detector.to_fit()]
+    if needy:
+        raise ValueError(f"data.fit is missing: {', '.join(needy)} must be fitted on inliers")
 
 
 def encoders_of(detector: Detector) -> Any:

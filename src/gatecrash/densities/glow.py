@@ -69,7 +69,7 @@ class Glow(Density):
         bits: int = 5,
         midpoints: bool = False,
     ) -> None:
-        if preset not in PRESETS:
+        if preset not in get_args(Preset):
             raise ValueError(f"preset must be {either(Preset)}, got {preset!r}")
         levels = levels_for(shape) if levels is None else levels
         steps = PRESETS[preset]["steps"] if steps is None else steps

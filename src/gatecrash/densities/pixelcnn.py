@@ -56,7 +56,7 @@ class PixelCNN(Density):
     ) -> None:
         if len(shape) != 3:
             raise ValueError(f"a PixelCNN is of images of shape (C, H, W), got {tuple(shape)}")
-        if preset not in PRESETS:
+        if preset not in list(PRESETS):
             raise ValueError(f"preset must be {' or '.join(map(repr, PRESETS))}, got {preset!r}")
         given = {"blocks": blocks, "filters": filters, "mixtures": mixtures, "dropout": dropout, "levels": levels}
         sizes = PRESETS[preset] | {name: size for name, size in given.items() if size is not None}

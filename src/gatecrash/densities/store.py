@@ -38,6 +38,10 @@ def load_density(folder: str | Path) -> Density:
         raise ValueError(f"{folder} is no bundle of a density: model.json is missing")
     try:
         content = json.loads(about.read_text(encoding="utf-8"))
+        if not isinstance(content, dict) or "density" not in content:
+            raise ValueError("it is of another kind of model")
+        if content.get("schema", SCHEMA) != SCHEMA:
+            raise ValueError(f"it has schema {content['schema']!r}, this version reads {SCHEMA}")
         density = DENSITIES[content["density"]](content["shape"], **content["options"])
     except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{about} does not describe a density: {' '.join(str(error).split())}") from error

@@ -18,15 +18,11 @@ BEGIN_WITH = 256
 
 
 class Likelihood(Stateless):
-    """Bits per dimension of a batch.
+    """Bits per dimension of a batch under a density."""
 
-    Args:
-        dimensions: of a sample.
-    """
-
-    def __init__(self, dimensions: int) -> None:
-        self.scale = math.log(2) * dimensions
-        self.settings: dict[str, object] = {"dimensions": dimensions}
+    def __init__(self, density: Density) -> None:
+        self.scale = math.log(2) * density.dimensions
+        self.settings: dict[str, object] = {"density": density.name, "options": density.options}
 
     def __call__(self, model: nn.Module, batch: Batch) -> Outcome:
         """The mean over the batch."""
@@ -62,7 +58,7 @@ def train_density(
     with torch.no_grad():
         density.begin(few)
     material = Material(samples, torch.zeros(len(samples), dtype=torch.long), augment=augment)
-    step = Likelihood(density.dimensions)
+    step = Likelihood(density)
     try:
         history = fit(density, step, material, recipe, folder=folder, resume=folder is not None)
     except NotFinite as error:

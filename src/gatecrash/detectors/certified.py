@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import abstractmethod
 from pathlib import Path
@@ -119,6 +120,10 @@ class CCU(Certified):
         self._wide: tuple[tuple[int, int, torch.dtype], Tensor, Tensor] | None = None
         self.given = bundle is not None
         if bundle is not None:
+            defaults = {name: part.default for name, part in inspect.signature(CCU.__init__).parameters.items()}
+            learnt = [name for name, value in self.options.items() if name != "score" and value != defaults[name]]
+            if learnt:
+                raise ValueError(f"a bundle has its mixtures and odds; leave out {', '.join(learnt)}, or the bundle")
             self._take_saved(Path(bundle))
 
     def _take_saved(self, path: Path) -> None:

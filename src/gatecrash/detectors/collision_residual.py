@@ -99,7 +99,11 @@ class CollisionResidual(Rebuilding):
         assert self.encoder is not None
         try:
             detector = build({"name": name, "options": options}, self.encoder)
-        except (KeyError, TypeError) as error:
+        except KeyError:
+            raise ValueError(
+                f"latent: {name!r} is made of other detectors, and the latent detector must be one"
+            ) from None
+        except TypeError as error:
             raise ValueError(f"latent: {error}") from error
         self._require_plain(detector)
         return detector

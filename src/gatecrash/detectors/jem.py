@@ -24,7 +24,7 @@ class JEM(LogitDetector):
     The network is one that `harden` trained with the method `jem`, or any other; there is nothing to fit. The score is
     one of the paper's three: τ = −logsumexp(z), −max_k softmax(z)_k, or +‖∂ logsumexp(z) / ∂x‖₂, which is small near a
     mode of the density. The gradient of the third is a second derivative of the network, so its layers must have one:
-    fused attention and compiled networks have none.
+    fused attention and compiled networks have none, and at the kinks of ReLUs it jumps.
 
     Args:
         encoder: the network, whose normalisation takes images to [−1, 1]: mean 0.5 and std 0.5.
@@ -40,7 +40,7 @@ class JEM(LogitDetector):
         self.options = {"score": score}
         self.score = score
         if score == "gradient":
-            self.card = replace(type(self).card, reads="pixels")
+            self.card = replace(type(self).card, reads="pixels", gradient="exact between jumps")
 
     @property
     def reader(self) -> Reader:

@@ -69,6 +69,8 @@ class Learned(Detector):
         else:
             taps = tapped(encoder, layers)
             super().__init__(taps, layers=listed(taps.layer), **options)
+        if checkpoints is not None and not isinstance(checkpoints, str | Path):
+            raise ValueError(f"checkpoints must be the name of a folder, got {checkpoints!r}")
         self.checkpoints = checkpoints
         self.density: Density | None = None
         self.history: History = []

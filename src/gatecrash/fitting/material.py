@@ -35,14 +35,19 @@ class Material:
 
     @property
     def settings(self) -> dict[str, object]:
-        """What a resumed run must find again: how much there is, and the labels."""
-        labels = self.y.detach().cpu().contiguous().numpy().tobytes()
+        """What a resumed run must find again: the same images, labels and outliers."""
         return {
-            "images": list(self.x.shape),
-            "labels": hashlib.sha256(labels).hexdigest(),
-            "outliers": None if self.outliers is None else list(self.outliers.shape),
+            "images": digest(self.x),
+            "labels": digest(self.y),
+            "outliers": None if self.outliers is None else digest(self.outliers),
             "outliers_per_image": self.outliers_per_image,
         }
+
+
+def digest(tensor: Tensor) -> str:
+    """A tensor's shape and the hash of its bytes."""
+    content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+    return f"{tuple(tensor.shape)} {hashlib.sha256(content).hexdigest()}"
 
 
 class OutlierStream:

@@ -63,6 +63,8 @@ class Recipe:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
                 raise ValueError(f"{name} must be a whole number, got {value!r}")
+        if not -(2**63) <= self.seed < 2**63:
+            raise ValueError(f"seed must have at most 64 bits, got {self.seed}")
         for name in ("lr", "momentum", "weight_decay", "warm_up", "clip", "ema"):
             value = getattr(self, name)
             missing = value is None and name in ("clip", "ema")
