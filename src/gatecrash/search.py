@@ -261,6 +261,10 @@ def check_options(
         raise ValueError(f"keep must be 'best' or 'last', got {keep!r}")
     if keep == "last" and restarts > 1:
         raise ValueError("keep='last' follows one run; restarts need keep='best'")
+    if stop is not None and not isinstance(stop, int | float | Tensor):
+        raise ValueError(f"stop must be one number or of shape ({len(start)},), got {stop!r}")
+    if stop is not None and bool(torch.as_tensor(stop).isnan().any()):
+        raise ValueError("stop must not be NaN, which no value reaches; is the detector calibrated?")
     if isinstance(stop, Tensor) and stop.ndim and stop.shape != start.shape[:1]:
         raise ValueError(f"stop must be one number or of shape ({len(start)},), got {tuple(stop.shape)}")
 

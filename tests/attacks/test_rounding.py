@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gatecrash import L2, Ball, Linf, admit, collide, evict
+from gatecrash import L2, Ball, Linf, admit, collide, evict, worst_case
 from gatecrash.attacks.rounding import Rounded, RoundedFound, to_8bit
 from gatecrash.detectors import Energy
 from gatecrash.objective import LowerScore
@@ -186,6 +186,17 @@ def test_a_stop_that_rounding_undoes_is_no_success() -> None:
     assert torch.equal(found.success, found.value <= stop)
     exact = admit(detector, start, Linf(1.4 / 255), steps=20, stop=stop)
     assert exact.success.any() and (found.success < exact.success).any()
+
+
+def test_an_8_bit_image_outside_the_ball_is_no_success() -> None:
+    detector, start = Energy(trained_net()), blank(16)
+    for found in (
+        admit(detector, start, Linf(0.4 / 255), steps=10, eight_bit=True),
+        worst_case(detector, start, Linf(0.4 / 255), "out", budget="quick", eight_bit=True),
+    ):
+        assert isinstance(found, RoundedFound) and found.rounding is not None
+        assert not found.rounding.inside.any() and not found.success.any()
+        assert (found.value < found.start_value).any()  # which alone would be one
 
 
 def test_batches_are_evaluated_in_parts() -> None:

@@ -324,6 +324,12 @@ def test_averaging_over_draws_is_reported_with_their_number() -> None:
     }
 
 
+def test_a_single_draw_is_no_average() -> None:
+    evidence = evidence_for(Brightness())
+    evidence.job.detectors["it"] = Expected(Noisy(), draws=1)
+    assert CHECKS["deterministic"](evidence)["status"] == "fail"
+
+
 def test_a_few_near_duplicates_are_a_warning_only() -> None:
     many, others = levels(0.2, 0.8, 200), levels(0.2, 0.8, 200, seed=5)
     others[7] = many[7] + 2 / 255

@@ -82,7 +82,7 @@ class CurveRow:
     after: float | None
     """AUROC at the norm; None where some image never reached it."""
     reached: float
-    """The share of images that reached the norm."""
+    """The share of all images with a score there: they reached the norm, or were not attacked."""
 
     @property
     def difference(self) -> float | None:

@@ -9,7 +9,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from gatecrash.attacks.options import check_counts
+from gatecrash.attacks.options import check_ball, check_counts
 from gatecrash.ball import Ball, Linf
 from gatecrash.found import Found
 from gatecrash.search import SearchOptions, search
@@ -51,6 +51,8 @@ def purify(
     """
     if not pull >= 0:
         raise ValueError(f"pull must not be negative, got {pull:g}")
+    if ball is not None:
+        check_ball(ball)
     if ball is not None and ball.box is not None:
         raise ValueError(f"features have no box: give the ball box=None, got {ball} with {ball.box}")
     if not (features.is_floating_point() and features.ndim >= 2):

@@ -58,12 +58,13 @@ class RoundedFound(Found):
 def in_8bit(
     found: Found, ball: Ball, objective: Objective, *, stop: float | Tensor | None, batch_size: int | None
 ) -> Found:
-    """What a search found, in whole grey levels: images, values and success are those of the rounded images."""
+    """What a search found, in whole grey levels: images, values and success, inside the ball, are the rounded ones'."""
 
     def of(rung: Found, around: Ball) -> RoundedFound:
         rounded = to_8bit(rung.x, rung.start, around, objective, batch_size=batch_size)
         limit = rung.start_value if stop is None else torch.as_tensor(stop).to(rounded.value)
         success = rounded.value < limit if stop is None else rounded.value <= limit
+        success = success & rounded.inside
         told = vars(rung) | {"x": rounded.x, "value": rounded.value, "success": success, "lower_rungs": ()}
         return RoundedFound(**told, rounding=rounded)
 

@@ -6,6 +6,7 @@ from typing import Literal, Unpack
 
 from torch import Tensor, nn
 
+from gatecrash.attacks.options import check_ball
 from gatecrash.attacks.registry import register
 from gatecrash.ball import Ball
 from gatecrash.encoder import as_encoder
@@ -44,6 +45,7 @@ def attack_softmax(
     """
     if side not in ("in", "out"):
         raise ValueError(f"side must be 'in' or 'out', got {side!r}")
+    check_ball(ball)
     logits = as_encoder(network).at(None)
     objective = ToUniform(logits) if side == "in" else Entropy(logits)
     options.setdefault("random_start", True)

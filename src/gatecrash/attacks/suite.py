@@ -135,7 +135,7 @@ class Suite:
             found,
             x=rounded.x,
             value=rounded.value,
-            success=self._success(rounded.value),
+            success=self._success(rounded.value) & rounded.inside,
             score=self.sign * rounded.value,
             rounding=rounded,
         )

@@ -138,6 +138,8 @@ def deterministic(evidence: Evidence) -> Finding:
         detector = evidence.detector(title)
         x = torch.cat([evidence.inliers, evidence.outliers])
         draws = getattr(detector, "draws", None)
+        if draws == 1:
+            return Finding("fail", f"{title}: one draw is no average; let it have more: draws=16")
         if draws is not None:
             return Finding("pass", f"{title}: scores and gradients are averaged over {draws} draws")
         first, second = (scores(detector, x, evidence.job.batch_size) for _ in range(2))
