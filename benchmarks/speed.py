@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ from gatecrash import play, prepared
 from gatecrash.files import write_text
 from gatecrash.networks import DenseNetBC, load_weights
 from gatecrash.prepared import Preparation, preparing
+from gatecrash.search import Precision
 
 CIFAR = {"mean": (0.4914, 0.4822, 0.4465), "std": (0.2023, 0.1994, 0.2010)}
 IMAGENET = {"mean": (123.68 / 255, 116.779 / 255, 103.939 / 255)}
@@ -354,13 +355,14 @@ def agree(data: Path, options: argparse.Namespace) -> Results:
     }
     gate.fit_all(list(detectors.values()), (cifar(data, "cifar10_train", options.fit), labels))
     rows = []
+    precisions: tuple[Precision, ...] = get_args(Precision)
     for name, detector in detectors.items():
         for ball in (gate.Linf(PIXEL), gate.Linf(8 * PIXEL), gate.L2(0.5)):
             row: dict[str, Any] = {"detector": name, "ball": str(ball)}
-            for precision in ("float32", "auto", "mixed"):
+            for precision in precisions:
                 began = now()
-                into = gate.admit(detector, outliers, ball, steps=options.length, precision=precision)  # type: ignore[arg-type]
-                out = gate.evict(detector, inliers, ball, steps=options.length, precision=precision)  # type: ignore[arg-type]
+                into = gate.admit(detector, outliers, ball, steps=options.length, precision=precision)
+                out = gate.evict(detector, inliers, ball, steps=options.length, precision=precision)
                 row[f"{precision}_seconds"] = now() - began
                 scores = detector.scores(out.x, 500), detector.scores(into.x, 500)
                 row[precision] = gate.metrics.auroc(*scores)

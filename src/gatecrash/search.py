@@ -261,12 +261,20 @@ def check_options(
         raise ValueError(f"keep must be 'best' or 'last', got {keep!r}")
     if keep == "last" and restarts > 1:
         raise ValueError("keep='last' follows one run; restarts need keep='best'")
-    if stop is not None and not isinstance(stop, int | float | Tensor):
-        raise ValueError(f"stop must be one number or of shape ({len(start)},), got {stop!r}")
-    if stop is not None and bool(torch.as_tensor(stop).isnan().any()):
-        raise ValueError("stop must not be NaN, which no value reaches; is the detector calibrated?")
-    if isinstance(stop, Tensor) and stop.ndim and stop.shape != start.shape[:1]:
-        raise ValueError(f"stop must be one number or of shape ({len(start)},), got {tuple(stop.shape)}")
+    if stop is not None:
+        check_level("stop", stop, len(start))
+
+
+def check_level(name: str, level: float | Tensor | None, count: int | None = None) -> None:
+    """Raises a ValueError unless a score to reach is one number or, where `count` is given, one per sample, not NaN."""
+    wanted = "one number" if count is None else f"one number or of shape ({count},)"
+    if not isinstance(level, int | float | Tensor):
+        raise ValueError(f"{name} must be {wanted}, got {level!r}")
+    values = torch.as_tensor(level)
+    if values.ndim and (count is None or values.shape != (count,)):
+        raise ValueError(f"{name} must be {wanted}, got shape {tuple(values.shape)}")
+    if bool(values.isnan().any()):
+        raise ValueError(f"{name} must be {wanted}, got NaN, which no score reaches; is the detector calibrated?")
 
 
 def generator_for(generator: torch.Generator | int | None, device: torch.device) -> torch.Generator:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gatecrash.attacks.averaged import Averaged
-from gatecrash.attacks.options import check_counts, check_level, check_side
+from gatecrash.attacks.options import check_counts, check_side
 from gatecrash.attacks.radii import Radii
 from gatecrash.attacks.score import require_fitted
 from gatecrash.ball import BALLS, Ball
@@ -18,7 +18,7 @@ from gatecrash.images import check_images
 from gatecrash.metrics import threshold_at_tpr
 from gatecrash.objective import LowerScore, RaiseScore
 from gatecrash.protocols import Detector, Objective, State, Stepper, Walk
-from gatecrash.search import generator_for, search
+from gatecrash.search import check_level, generator_for, search
 from gatecrash.stepper import Apgd, choose
 
 DOUBTS = 4

@@ -8,14 +8,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gatecrash.attacks.options import check_ball, check_counts, check_level, check_side
+from gatecrash.attacks.options import check_ball, check_counts, check_side
 from gatecrash.attacks.registry import register
 from gatecrash.attacks.score import require_fitted
 from gatecrash.attacks.suite import Budget, Side, Suite, WorstCase
 from gatecrash.ball import Ball
 from gatecrash.images import check_images
 from gatecrash.protocols import Detector
-from gatecrash.search import generator_for
+from gatecrash.search import check_level, generator_for
 
 BUDGETS = {
     "quick": Budget(

@@ -11,7 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from gatecrash.audit.models import completed, load_model
-from gatecrash.audit.plan import AttackPlan, DetectorPlan, PicturePlan, Plan, SourcePlan, plan_text
+from gatecrash.audit.plan import (
+    AttackPlan,
+    DetectorPlan,
+    PicturePlan,
+    Plan,
+    SourcePlan,
+    check_nothing_to_learn,
+    plan_text,
+)
 from gatecrash.data import ImageSet, load_source
 from gatecrash.detectors import DETECTORS, Detector, Expected, ScoreEnsemble, build
 from gatecrash.encoder import Encoder
@@ -100,8 +108,8 @@ def job_of_plan(plan: Plan, folder: Path, device: torch.device, *, trust: bool =
         return None if source is None else images(source)
 
     detectors = {part.title: build_detector(part, encoder, features, folder) for part in plan.detectors}
-    if plan.data.fit is None:
-        check_nothing_to_learn(detectors)
+    if plan.data.fit is None:  # a bundle may give a detector something, and not all it needs
+        check_nothing_to_learn([title for title, detector in detectors.items() if detector.to_fit()])
     return Job(
         plan=plan_text(plan),
         detectors=detectors,
@@ -142,13 +150,6 @@ def build_detector(plan: DetectorPlan, encoder: Encoder, features: Encoder | Non
         return build({"name": plan.name, "options": options}, base)
     except TypeError as error:
         raise ValueError(f"the options {plan.options} do not suit {plan.name}: {error}") from error
-
-
-def check_nothing_to_learn(detectors: Mapping[str, Detector]) -> None:
-    """Raises a ValueError that names those that a bundle gave something, and not all they need."""
-    needy = [title for title, detector in detectors.items() if detector.to_fit()]
-    if needy:
-        raise ValueError(f"data.fit is missing: {', '.join(needy)} must be fitted on inliers")
 
 
 def encoders_of(detector: Detector) -> Any:

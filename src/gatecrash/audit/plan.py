@@ -314,10 +314,15 @@ class Plan(Part):
             for name in attack.start or []:
                 if name not in self.data.outliers:
                     raise ValueError(unknown("outlier set in start", name, list(self.data.outliers)))
-        needy = [detector.title for detector in self.detectors if detector.learns]
-        if needy and self.data.fit is None:
-            raise ValueError(f"data.fit is missing: {', '.join(needy)} must be fitted on inliers")
+        if self.data.fit is None:
+            check_nothing_to_learn([detector.title for detector in self.detectors if detector.learns])
         return self
+
+
+def check_nothing_to_learn(needy: Sequence[str]) -> None:
+    """Raises a ValueError that names the detectors that must be fitted, and there is nothing to fit them on."""
+    if needy:
+        raise ValueError(f"data.fit is missing: {', '.join(needy)} must be fitted on inliers")
 
 
 def check_titles(titles: Sequence[str], noun: str, advice: str) -> None:
