@@ -109,6 +109,12 @@ def test_an_eps_that_is_not_positive_is_refused(eps: float) -> None:
         Linf([0.1, eps])
 
 
+@pytest.mark.parametrize("eps", ["a", None, ["a"]])
+def test_an_eps_that_is_no_number_is_refused(eps: object) -> None:
+    with pytest.raises(ValueError, match="eps must be a positive number or a list of them, got"):
+        Linf(eps)
+
+
 def test_other_bad_balls_are_refused() -> None:
     with pytest.raises(ValueError, match="empty list"):
         L2([])

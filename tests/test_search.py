@@ -370,9 +370,10 @@ def test_nan_at_the_start_is_named() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"steps": 0}, "steps must be at least 1, got 0"),
-        ({"restarts": 0}, "restarts must be at least 1, got 0"),
-        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"steps": 0}, "steps must be a whole number of at least 1, got 0"),
+        ({"steps": 2.5}, "steps must be a whole number of at least 1, got 2.5"),
+        ({"restarts": 0}, "restarts must be a whole number of at least 1, got 0"),
+        ({"batch_size": 0}, "batch_size must be a whole number of at least 1, got 0"),
         ({"keep": "worst"}, "keep must be 'best' or 'last', got 'worst'"),
         ({"keep": "last", "restarts": 2}, "keep='last' follows one run"),
         ({"measure": False}, "measure=False goes with keep='last', without stop, record and mixed precision"),

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -38,7 +38,11 @@ class Ball(ABC):
     norm: ClassVar[str]
 
     def __init__(self, eps: float | Sequence[float], box: tuple[float, float] | None = (0.0, 1.0)) -> None:
-        ladder = tuple(float(rung) for rung in eps) if isinstance(eps, Sequence) else (float(eps),)
+        rungs: Sequence[Any] = eps if isinstance(eps, Sequence) and not isinstance(eps, str) else (eps,)
+        try:
+            ladder = tuple(float(rung) for rung in rungs)
+        except (TypeError, ValueError):
+            raise ValueError(f"eps must be a positive number or a list of them, got {eps!r}") from None
         if not ladder:
             raise ValueError("eps must be positive, got an empty list")
         for rung in ladder:

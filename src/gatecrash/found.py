@@ -38,7 +38,7 @@ class Found:
     steps: Tensor
     """(B,), the steps taken, over all restarts."""
     evaluations: Tensor
-    """(B,), how often the objective was evaluated."""
+    """(B,), how often the objective was evaluated; with a list of eps, for this one."""
     trajectory: Trajectory | None = None
     """With `record=True`: value and both distances, of the restart that won; on the way of a mixed run, its pace's."""
     score: Tensor | None = None

@@ -248,13 +248,7 @@ def check_options(
         low, high = (float(bound) for bound in torch.aminmax(start.detach()))
         if low < ball.box[0] or high > ball.box[1]:
             raise ValueError(f"start must lie in the ball's box {ball.box}, got values from {low:.4g} to {high:.4g}")
-    for name, count in (
-        ("steps", steps),
-        ("restarts", restarts),
-        ("batch_size", 1 if batch_size is None else batch_size),
-    ):
-        if count < 1:
-            raise ValueError(f"{name} must be at least 1, got {count}")
+    check_counts(steps=steps, restarts=restarts, batch_size=batch_size)
     if first is not None and first.shape != start.shape:
         raise ValueError(f"first must have the start's shape {tuple(start.shape)}, got {tuple(first.shape)}")
     if keep not in ("best", "last"):
@@ -263,6 +257,13 @@ def check_options(
         raise ValueError("keep='last' follows one run; restarts need keep='best'")
     if stop is not None:
         check_level("stop", stop, len(start))
+
+
+def check_counts(**counts: int | None) -> None:
+    """Raises a ValueError for a number of things that is not a whole number from 1 on; None is the default."""
+    for name, count in counts.items():
+        if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+            raise ValueError(f"{name} must be a whole number of at least 1, got {count!r}")
 
 
 def check_level(name: str, level: float | Tensor | None, count: int | None = None) -> None:

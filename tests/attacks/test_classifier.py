@@ -99,7 +99,7 @@ def test_every_eps_of_a_list_is_as_strong_as_alone(attack: Callable[..., Found])
 def test_bad_input_is_refused() -> None:
     with pytest.raises(ValueError, match="labels must be from 0 to 1, got 0 to 7"):
         pgd(linear(), X, torch.tensor([0, 1, 7, 0, 0, 0]), Linf(0.1))
-    with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="steps must be a whole number of at least 1, got 0"):
         bim(linear(), X, Y, Linf(0.1), steps=0)
     with pytest.raises(ValueError, match="side must be 'in' or 'out', got 'both'"):
         attack_softmax(linear(), X, Linf(0.1), side="both")

@@ -103,6 +103,8 @@ def test_bad_input_is_refused() -> None:
         purify(gaussian, torch.zeros(2, 3, dtype=torch.long))
     with pytest.raises(ValueError, match=r"features must hold at least one sample, got shape \(0, 3\)"):
         purify(gaussian, torch.zeros(0, 3))
+    with pytest.raises(ValueError, match=r"judge must give one score per sample, \(4,\), got \(4, 3\)"):
+        purify(lambda z: z, torch.rand(4, 3))
     with pytest.raises(ValueError, match="batch_size must be a whole number of at least 1, got 0"):
         purify(gaussian, features(), batch_size=0)
 

@@ -324,6 +324,34 @@ def test_averaging_over_draws_is_reported_with_their_number() -> None:
     }
 
 
+class Speckled(Brightness):
+    """Noise on every pixel, so that every draw has a gradient of its own."""
+
+    def judge(self, z: Latent) -> Tensor:
+        return super().judge(tuple(leaf * (1 + torch.randn_like(leaf)) for leaf in leaves(z)))
+
+
+class SpeckledHalfDetached(HalfDetached, Speckled):
+    """The same, and half of it has no gradient."""
+
+    def judge(self, z: Latent) -> Tensor:
+        return Speckled.judge(self, z) + HalfDetached.judge(self, z) - Brightness.judge(self, z)
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"), [(Speckled, "pass"), (HalfDetached, "fail"), (SpeckledHalfDetached, "fail")]
+)
+def test_the_gradient_of_an_average_is_compared_with_differences_of_the_same_draws(
+    kind: type[Brightness], status: str
+) -> None:
+    evidence = evidence_for(Brightness())
+    evidence.job.detectors["it"] = Expected(kind(), draws=3)
+    check = CHECKS["gradient_flows"](evidence)
+    assert check["status"] == status, check["sentence"]
+    assert "that finite differences in float64 contradict" in check["sentence"]
+    assert "rounding" not in check["sentence"]
+
+
 def test_a_single_draw_is_no_average() -> None:
     evidence = evidence_for(Brightness())
     evidence.job.detectors["it"] = Expected(Noisy(), draws=1)

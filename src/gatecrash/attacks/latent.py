@@ -60,6 +60,7 @@ def collide(
 
     Raises:
         ValueError: start and target differ in shape, or are no images.
+        TypeError: encoder or ball are none.
     """
     check_images(start, "start")
     check_images(target, "target")
@@ -67,6 +68,8 @@ def collide(
         start = start.expand(len(target), -1, -1, -1)
     check_pair(start, target)
     check_ball(ball)
+    if not callable(encoder):
+        raise TypeError(f"encoder must be a network, an Encoder or a function of images, got {encoder!r}")
     network: Encoder = as_encoder(encoder) if isinstance(encoder, nn.Module) else encoder
     goal = latents(network, target, options.get("batch_size"))
     options.setdefault("random_start", True)

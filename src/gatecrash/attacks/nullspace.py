@@ -19,7 +19,7 @@ from gatecrash.found import Found
 from gatecrash.images import check_form, check_images
 from gatecrash.metrics import mape
 from gatecrash.progress import progress
-from gatecrash.search import generator_for
+from gatecrash.search import check_counts, generator_for
 
 _TOUCH = 1e-6
 """The share of the way to a kink that is left, so that rounding cannot cross it."""
@@ -337,6 +337,8 @@ def _reading(network: nn.Module, images: Tensor) -> nn.Module:
     if not isinstance(network, nn.Module):
         raise ValueError(f"network must be a torch.nn.Module, got {type(network).__name__}")
     shape = images.shape[1:]
+    if isinstance(network, nn.Conv2d) and shape[0] != network.in_channels:
+        raise ValueError(f"the convolution takes images of {network.in_channels} channels, got shape {tuple(shape)}")
     if isinstance(network, nn.Linear) and shape[-1] != network.in_features == prod(shape):
         return nn.Sequential(nn.Flatten(), network)
     whole = isinstance(network, Encoder | nn.Linear | nn.Conv2d) or images.ndim != 4
@@ -345,9 +347,7 @@ def _reading(network: nn.Module, images: Tensor) -> nn.Module:
 
 def _check(images: object, ball: Ball, steps: int, restarts: int) -> None:
     """Raises a ValueError for whatever the attack cannot start with."""
-    for name, count in (("steps", steps), ("restarts", restarts)):
-        if count < 1:
-            raise ValueError(f"{name} must be at least 1, got {count}")
+    check_counts(steps=steps, restarts=restarts)
     if not isinstance(ball, L2 | Linf) or len(ball.ladder) > 1:
         raise ValueError(f"nullspace takes one L2 or L∞ ball, got {ball}")
     if not (isinstance(images, Tensor) and images.ndim == 2 and images.is_floating_point()):

@@ -92,4 +92,7 @@ class Likelier:
 
     def __call__(self, z: Tensor, rows: Tensor) -> Tensor:
         """The value of every sample, (B,)."""
-        return self.judge(z) + self.pull * (z - self.reference[rows]).square().flatten(1).sum(dim=1)
+        score = self.judge(z)
+        if score.shape != (len(z),):
+            raise ValueError(f"judge must give one score per sample, ({len(z)},), got {tuple(score.shape)}")
+        return score + self.pull * (z - self.reference[rows]).square().flatten(1).sum(dim=1)

@@ -120,7 +120,9 @@ def scores(detector: Detector, x: Tensor, batch_size: int | None) -> Tensor:
 
 
 def require_fitted(detector: Detector) -> None:
-    """Raises a ValueError when the detector knows that it is not fitted."""
+    """Raises a TypeError for what is no detector, and a ValueError when it knows that it is not fitted."""
+    if not (hasattr(detector, "encode") and hasattr(detector, "judge")):
+        raise TypeError(f"detector must be a detector, such as MSP(network), got {detector!r}")
     check = getattr(detector, "require_fitted", None)
     if check is not None:
         check()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Literal
 
 import torch
@@ -36,6 +36,9 @@ HOP = 0.15
 FRESH = 8
 """Evaluations that a randomised detector's score is the mean of."""
 
+FEW = 8
+"""Images that are scored twice to see whether that is the same."""
+
 
 @dataclass(frozen=True)
 class Budget:
@@ -63,7 +66,7 @@ class WorstCase(RoundedFound):
 
     winner: tuple[str, ...] = ()
     spent: dict[str, int] = field(default_factory=dict)
-    """Evaluations per attack, over all samples."""
+    """Evaluations per attack, over all samples; those of images to collide with, which are no samples, as "targets"."""
 
 
 class Suite:
@@ -85,16 +88,19 @@ class Suite:
         self.budget, self.others = budget, others
         self.sign = 1.0 if side == "out" else -1.0
         self.generator, self.batch_size = generator, batch_size
-        self.passes = 1 if repeats_itself(detector, self.images, batch_size) else FRESH
-        self.start = self._scores(self.images)
+        self.evaluations = torch.zeros(len(images), dtype=torch.long, device=images.device)
+        self.spent: dict[str, int] = {}
+        everyone = torch.arange(len(images), device=images.device)
+        self.passes = 1 if repeats_itself(detector, self.images[:FEW], batch_size) else FRESH
+        self._count("start", everyone[:FEW], 2)
+        self.start = self._scored("start", everyone, self.images)
         self.stop = None if stop is None else (self.sign * torch.as_tensor(stop).to(self.start)).expand_as(self.start)
         self.x, self.value = self.images.clone(), self.start.clone()
         self.winner = ["start"] * len(images)
-        self.steps = torch.zeros(len(images), dtype=torch.long, device=images.device)
-        self.evaluations = torch.full_like(self.steps, self.passes)
-        self.spent: dict[str, int] = {}
+        self.steps = torch.zeros_like(self.evaluations)
         with torch.no_grad():
             example = logits_read(detector, detector.encode(self.images[:1]))
+        self._count("start", everyone[:1])
         self.classes = 0 if example is None else example.shape[1]
         self.reads_logits_only = getattr(getattr(detector, "card", None), "reads", None) in ("logits", "scores")
         # Where logits do not tell all, more starts look for what they leave out.
@@ -104,7 +110,7 @@ class Suite:
         """All attacks in turn, each on the samples that are left."""
         if warm is not None:
             rows = self._left()
-            self._take("warm start", rows, warm[rows], self._scores(warm[rows]))
+            self._take("warm start", rows, warm[rows], self._scored("warm start", rows, warm[rows]))
         for name, attack in self._attacks():
             rows = self._left()
             if len(rows):
@@ -113,7 +119,7 @@ class Suite:
         if not bool(inside.all()):
             raise RuntimeError(f"{int((~inside).sum())} samples left the {self.ball} they started in")
         if self.passes > 1:
-            self.value = self._afresh(torch.arange(len(self.x), device=self.x.device), self.x)
+            self.value = self._scored("fresh draws", torch.arange(len(self.x), device=self.x.device), self.x)
         return WorstCase(
             x=self.x,
             value=self.value,
@@ -178,11 +184,15 @@ class Suite:
         drawn = [scores(self.detector, x, self.batch_size) for _ in range(self.passes)]
         return self.sign * torch.stack(drawn).mean(dim=0)
 
-    def _afresh(self, rows: Tensor, x: Tensor) -> Tensor:
+    def _scored(self, name: str, rows: Tensor, x: Tensor) -> Tensor:
         """The same, counted as work."""
-        self.evaluations[rows] += self.passes
-        self.spent["fresh draws"] = self.spent.get("fresh draws", 0) + self.passes * len(rows)
+        self._count(name, rows, self.passes)
         return self._scores(x)
+
+    def _count(self, name: str, rows: Tensor, each: int | Tensor = 1) -> None:
+        """So many evaluations for each of these samples."""
+        self.evaluations[rows] += each
+        self.spent[name] = self.spent.get(name, 0) + (each * len(rows) if isinstance(each, int) else int(each.sum()))
 
     def _success(self, value: Tensor) -> Tensor:
         """Whether a value reached `stop`; without one, whether it is below the start's, (B,)."""
@@ -224,14 +234,13 @@ class Suite:
             batch_size=self.batch_size,
         )
         self.steps[rows] += found.steps
-        self.evaluations[rows] += found.evaluations
-        self.spent[name] = self.spent.get(name, 0) + int(found.evaluations.sum())
+        self._count(name, rows, found.evaluations)
         return found
 
     def _take(self, name: str, rows: Tensor, x: Tensor, value: Tensor) -> None:
         """Keep what is better than before."""
         if self.passes > 1:
-            value = self._afresh(rows, x)
+            value = self._scored("fresh draws", rows, x)
         better = value < self.value[rows]
         self.x[rows] = choose(better, x, self.x[rows])
         self.value[rows] = torch.where(better, value, self.value[rows])
@@ -289,11 +298,17 @@ class Suite:
             self.detector, self.sign, lambda z, at: self.sign * surrogate(self._logits(z)), self.images[rows]
         )
         self._search(name, rows, ranked, Apgd(), self.budget.surrogate_steps)
+        self._rank(name, rows, ranked)
+
+    def _rank(self, name: str, rows: Tensor, ranked: Ranked) -> None:
+        """Keep the points that ranked best, where they are better than before."""
+        if ranked.rough:
+            self._count(name, rows)
         self._take(name, rows, ranked.x, ranked.verified(self.batch_size))
 
     def _aim(self, rank: int, name: str, rows: Tensor) -> None:
         """The logit of one class raised above the others, the class that the clean image ranks at this place."""
-        clean = self._logits(latents(self.detector.encode, self.images[rows], self.batch_size))
+        clean = self._logits(rows_of(self._own, rows))
         aimed = clean.argsort(dim=1, descending=True)[:, rank]
 
         def away(z: Latent, at: Tensor) -> Tensor:
@@ -302,7 +317,7 @@ class Suite:
 
         ranked = Ranked(self.detector, self.sign, away, self.images[rows])
         found = self._search(name, rows, ranked, Apgd(), self.budget.surrogate_steps)
-        self._take(name, rows, ranked.x, ranked.verified(self.batch_size))
+        self._rank(name, rows, ranked)
         if not self.reads_logits_only:
             # The score jumps where the predicted class changes, which its gradient does not see: climb on from there.
             beyond = self._search(name, rows, self._objective, Apgd(), self.budget.steps, first=found.x, own_stop=True)
@@ -323,34 +338,44 @@ class Suite:
             Apgd(),
             self.budget.steps,
         )
-        self._take(name, rows, found.x, self._scores(found.x))
+        self._take(name, rows, found.x, self._scored(name, rows, found.x))
 
     def _collide(self, nearest: int, name: str, rows: Tensor) -> None:
         """A collision with the n-th nearest of the other side's latents that lie on the right side of the score."""
-        targets = nearest_latents(self.detector, self.images[rows], self.targets(), nearest, self.batch_size)
+        targets = nearest_latents(rows_of(self._own, rows), self._theirs, nearest)
         ranked = Ranked(
             self.detector, self.sign, lambda z, at: squared_difference(z, rows_of(targets, at)), self.images[rows]
         )
         self._search(name, rows, ranked, Adamax(), self.budget.collision_steps, random_start=True)
-        self._take(name, rows, ranked.x, ranked.verified(self.batch_size))
+        self._rank(name, rows, ranked)
 
-    def targets(self) -> Tensor:
-        """The half of the other side's images that the detector is surest of."""
+    @cached_property
+    def _own(self) -> Latent:
+        """The latents of all samples."""
+        self._count("start", torch.arange(len(self.images), device=self.images.device))
+        return latents(self.detector.encode, self.images, self.batch_size)
+
+    @cached_property
+    def _theirs(self) -> Latent:
+        """The latents of that half of the other side's images that the detector is surest of."""
         if self.others is None:
             raise RuntimeError("there are no images of the other side to collide with")
-        value = self.sign * scores(self.detector, self.others, self.batch_size)
-        return self.others[value.argsort()[: max(1, len(value) // 2)]]
+        self.spent["targets"] = self.spent.get("targets", 0) + len(self.others)
+        z = latents(self.detector.encode, self.others, self.batch_size)
+        rows = torch.arange(len(self.others), device=self.others.device).split(self.batch_size or len(self.others))
+        with torch.no_grad():
+            value = self.sign * torch.cat([self.detector.judge(rows_of(z, part)) for part in rows])
+        return rows_of(z, value.argsort()[: max(1, len(value) // 2)])
 
 
 def repeats_itself(detector: Detector, images: Tensor, batch_size: int | None) -> bool:
-    """Whether a few images score the same twice, but for rounding."""
-    first, second = (scores(detector, images[:8], batch_size) for _ in range(2))
+    """Whether images score the same twice, but for rounding."""
+    first, second = (scores(detector, images, batch_size) for _ in range(2))
     return bool(((first - second).abs() <= 1e-5 * first.abs().mean()).all())
 
 
-def nearest_latents(detector: Detector, images: Tensor, others: Tensor, nearest: int, batch_size: int | None) -> Latent:
-    """For every image the latent of the n-th nearest of the others."""
-    own, theirs = (latents(detector.encode, x, batch_size) for x in (images, others))
+def nearest_latents(own: Latent, theirs: Latent, nearest: int) -> Latent:
+    """For every latent the n-th nearest of the others."""
     flat = [torch.cat([leaf.flatten(1) for leaf in leaves(z)], dim=1) for z in (own, theirs)]
     order = torch.cdist(flat[0], flat[1]).argsort(dim=1)
     return rows_of(theirs, order[:, nearest % order.shape[1]])

@@ -40,8 +40,8 @@ class Expected(Detector):
     def __init__(self, detector: Detector, draws: int = 16, seed: int = 0) -> None:
         if not isinstance(detector, Detector):
             raise ValueError(f"Expected averages a detector over draws, got a {type(detector).__name__}")
-        if draws < 1:
-            raise ValueError(f"draws must be at least 1, got {draws}")
+        if not isinstance(draws, int) or draws < 1:
+            raise ValueError(f"draws must be a whole number of at least 1, got {draws!r}")
         super().__init__(detector.encoder, draws=draws, seed=seed)
         self.detector, self.draws, self.seed = detector, draws, seed
         self.card = replace(detector.card, paper=type(self).card.paper, year=type(self).card.year)

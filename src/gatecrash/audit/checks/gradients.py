@@ -72,15 +72,11 @@ def gradient_flows(evidence: Evidence) -> Finding:
         words = f"{title}: {share:.0%} of {len(x)} images have no gradient"
         if share > FEW:
             return Finding("fail", f"{words} (a saturated or constant score)")
-        if getattr(detector, "draws", None) is not None:
-            return Finding("pass", f"{words}; averaged over draws, it was not compared with differences", share)
         rows = torch.linspace(0, len(x) - 1, min(PROBED, len(x))).round().long().to(x.device)
         probe = probed(detector, x[rows], gradient[rows], evidence.job.seed)
         wrong, lost = float(probe.wrong.float().mean()), float(probe.lost.float().mean())
-        words += (
-            f", {wrong:.0%} of {len(rows)} have one that finite differences in {probe.precision} contradict, and "
-            f"{lost:.0%} one that rounding spoils"
-        )
+        words += f", {wrong:.0%} of {len(rows)} have one that finite differences in {probe.precision} contradict"
+        words += "" if averaged(detector) else f", and {lost:.0%} one that rounding spoils"
         if wrong > CONTRADICTED:
             excused = detector.card.gradient == "omitted" or probe.precision != "float64"
             return Finding("warn" if excused else "fail", f"{words} (part of the score is detached)")
@@ -213,18 +209,21 @@ def probed(detector: Detector, x: Tensor, searched: Tensor, seed: int) -> Probe:
     """The gradient (B, ...) that a search would follow, compared with differences and with itself in float64.
 
     The differences are taken along the gradient, where a wrong one shows most, and along a random direction, where a
-    missing part shows.
+    missing part shows. Of an average over draws, all evaluations have the same draws, and since those in float64 are
+    others than in float32, rounding is not judged.
     """
     judge, points, precision = in_double(detector, x)
+    size = 1 if averaged(detector) else len(points)  # how many images there are decides what is drawn for each
 
     def value(at: Tensor) -> Tensor:
-        with repeatable(seed, at.device), torch.no_grad():
-            return judge.judge(judge.encode(at))
+        with torch.no_grad():
+            return torch.cat([drawn.judge(drawn.encode(part)) for part, drawn in alike(judge, at, size, seed)])
 
-    with repeatable(seed, points.device):
-        gradient = gradient_at(judge, points, len(points))
-    if gradient is None:
+    gradients = [gradient_at(drawn, part, size) for part, drawn in alike(judge, points, size, seed)]
+    found = [gradient for gradient in gradients if gradient is not None]
+    if len(found) < len(gradients):
         raise ValueError("no gradient reaches the pixels in float64")
+    gradient = torch.cat(found)
     source = generator_for(seed, points.device)
     signs = 2 * torch.randint(2, points.shape, generator=source, device=points.device).to(points) - 1
     # What rounding of the score alone makes of a difference.
@@ -234,7 +233,20 @@ def probed(detector: Detector, x: Tensor, searched: Tensor, seed: int) -> Probe:
         slope = (gradient * direction).flatten(1).sum(dim=1)
         wrong |= contradicted(value, points, direction, slope, noise, STEPS[precision])
     difference = (searched.to(gradient) - gradient).flatten(1).norm(dim=1)
-    return Probe(wrong, difference > LOST * gradient.flatten(1).norm(dim=1), precision)
+    lost = difference > LOST * gradient.flatten(1).norm(dim=1)
+    return Probe(wrong, lost & (not averaged(detector)), precision)
+
+
+def averaged(detector: Detector) -> bool:
+    """Whether its score is an average over draws."""
+    return getattr(detector, "draws", None) is not None
+
+
+def alike(detector: Detector, x: Tensor, size: int, seed: int) -> Iterator[tuple[Tensor, Detector]]:
+    """Parts of so many images, each with the detector as it draws at the beginning."""
+    for part in x.split(size):
+        with repeatable(seed, x.device):
+            yield part, redrawn(detector)
 
 
 def contradicted(
