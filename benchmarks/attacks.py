@@ -32,6 +32,7 @@ from gatecrash.audit.checks.gradients import gradient_at, probed
 from gatecrash.files import write_text
 from gatecrash.metrics import auroc
 from gatecrash.networks import DenseNetBC, ResNetCifar, load_weights
+from gatecrash.speed import is_plainly, plainly
 
 CIFAR = {"mean": (0.4914, 0.4822, 0.4465), "std": (0.2023, 0.1994, 0.2010)}
 IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
@@ -375,6 +376,7 @@ def audited(setting: Setting, audits: Audits) -> Results:
                     out=folder,
                     attacks=attacks,
                     batch_size=500,
+                    precision="float32" if is_plainly() else "auto",
                     resume=(folder / "plan.yaml").is_file(),
                 )
             except ModuleNotFoundError as missing:  # the report's charts; the results are written before them
@@ -407,6 +409,12 @@ PARTS = {
 }
 
 
+def paced(results: Results, speed: str) -> Results:
+    """The same; a network that is fast already is not prepared for speed once more."""
+    with plainly(really=speed != "plain"):
+        yield from results
+
+
 def main() -> None:
     """Run the parts asked for, one JSON file each, written after every stage."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -433,7 +441,7 @@ def main() -> None:
         part, _, names = said.partition(":")
         chosen = names.split("+") if names else []
         setting.detectors = {name: everything[name] for name in chosen or everything}
-        for result in PARTS[part](setting):
+        for result in paced(PARTS[part](setting), options.speed):
             seconds = time.monotonic() - start
             result |= {
                 "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",

@@ -2,6 +2,8 @@
 
 import sys
 from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -207,7 +209,7 @@ def test_auto_is_mixed_for_long_searches_on_cuda_and_plain_on_the_cpu() -> None:
     assert not pays_off(cuda, Square(), 50, "best")
     assert not pays_off(cpu, Apgd(), 1000, "best")
     objective = Paced()
-    search(objective, images(), Linf(0.2), stepper=Apgd(), steps=60, precision="auto")
+    search(objective, images(), Linf(0.2), stepper=Apgd(), steps=60)
     assert objective.paces == ["plain"] * 61
     with pytest.raises(ValueError, match="precision must be 'auto', 'float32' or 'mixed', got 'half'"):
         search(ripples, images(), Linf(0.2), stepper=Apgd(), steps=5, precision="half")  # type: ignore[arg-type]
@@ -224,6 +226,24 @@ class Watched(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.paces.add(current_pace())
         return self.fc(x.flatten(1))
+
+
+@pytest.mark.parametrize("precision", ["auto", "float32"])
+def test_an_audit_tells_all_of_its_searches_how_precise_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: Any
+) -> None:
+    monkeypatch.setattr(sys.modules["gatecrash.search"], "pays_off", lambda *args: True)
+    network, sets = Watched(), {"noise": images()}
+    attacks = [
+        {"name": "collide", "of": "logits", "ball": {"norm": "l2", "eps": 1}, "steps": 5},
+        {"name": "worst_case", "ball": {"norm": "linf", "eps": 0.1}, "budget": "quick"},
+    ]
+    options: Any = {"attacks": attacks, "steps": 5, "precision": precision}
+    detector = gate.detectors.Energy(Encoder(network))
+    gate.audit(detector, images().flip(0), sets, out=tmp_path, balls=[Linf(0.1)], **options)
+    assert network.paces == ({"plain"} if precision == "float32" else {"plain", "half", "prepared"})
+    with pytest.raises(ValueError, match="precision must be 'auto' or 'float32', got 'mixed'"):
+        gate.audit(detector, images(), sets, out=tmp_path / "b", balls=[Linf(0.1)], precision="mixed")
 
 
 def test_named_attacks_pass_the_precision_on_and_training_stays_plain(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from gatecrash.play import Run, Settings, check_start_value, evaluate, run_from,
 from gatecrash.portions import Portions
 from gatecrash.progress import Bar, progress
 from gatecrash.protocols import Objective, Stepper
-from gatecrash.speed import unchanged
+from gatecrash.speed import is_plainly, unchanged
 from gatecrash.stepper import choose
 
 Precision = Literal["auto", "float32", "mixed"]
@@ -62,7 +62,7 @@ def search(
     random_start: bool = False,
     first: Tensor | None = None,
     batch_size: int | None = None,
-    precision: Precision = "float32",
+    precision: Precision = "auto",
     measure: bool = True,
 ) -> Found:
     """Move every sample inside its ball so that the objective becomes small.
@@ -86,7 +86,7 @@ def search(
         precision: "float32" evaluates the networks as they are. "mixed" evaluates most of a run in half precision and
             the rest with networks prepared for speed; what it returns is evaluated as with "float32", and a sample
             leaves at `stop` only after that. "auto" is "mixed" on CUDA for the best of 50 steps or more with gradients,
-            in half precision only where a pixel may change by more than that rounds.
+            in half precision only where a pixel may change by more than that rounds; inside `speed.plainly()` never.
         measure: False leaves out what is only there to tell, with keep="last" and no `stop`: `start_value` is then that
             of the point where the run began, random or not, and `value` that of the last one but one.
 
@@ -98,7 +98,8 @@ def search(
         raise ValueError("measure=False goes with keep='last', without stop, record and mixed precision")
     with torch.inference_mode(False):
         start = start.detach().clone() if start.is_inference() else start.detach()
-        chosen = precision == "auto" and not record and pays_off(start.device, stepper, steps, keep)
+        able = precision == "auto" and not record and not is_plainly()
+        chosen = able and pays_off(start.device, stepper, steps, keep)
         mixed = chosen or precision == "mixed"
         half = precision == "mixed" or (chosen and change_per_pixel(ball, start) >= FINEST)
         every = LOOK_EVERY if mixed or waits(start) else 1

@@ -37,6 +37,19 @@ def current_pace() -> Pace:
     return _pace.get()
 
 
+_plainly: ContextVar[bool] = ContextVar("plainly", default=False)
+
+
+def plainly(*, really: bool = True) -> AbstractContextManager[None]:
+    """Inside the block, searches whose precision is "auto" evaluate the networks as they are."""
+    return holding(_plainly, really)
+
+
+def is_plainly() -> bool:
+    """Whether that holds here."""
+    return _plainly.get()
+
+
 _block: ContextVar[object] = ContextVar("unchanged", default=None)
 
 

@@ -127,7 +127,7 @@ def test_a_detector_without_randomness_is_itself() -> None:
 
 
 def test_bad_input_is_refused() -> None:
-    with pytest.raises(ValueError, match="draws must be a whole number of at least 1, got 2.5"):
+    with pytest.raises(ValueError, match=r"draws must be a whole number of at least 1, got 2\.5"):
         Expected(Linear(direction(0)), draws=2.5)
     with pytest.raises(ValueError, match="draws must be a whole number of at least 1, got 0"):
         Expected(Linear(direction(0)), draws=0)

@@ -10,10 +10,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gatecrash import L2, Ball, Linf, admit
+from gatecrash.attacks.leaps import Flips, Leaps, windows
 from gatecrash.attacks.minimal import Minimal, minimal
 from gatecrash.attacks.radii import Radii
 from gatecrash.ball import BALLS
 from gatecrash.detectors import Detector, Energy, Gram, Mahalanobis, RelativeMahalanobis
+from gatecrash.objective import RaiseScore
+from gatecrash.search import search
+from gatecrash.stepper import Apgd
 from small_models import blank, one_thread, squares, trained_net  # noqa: F401
 
 SHAPE = (3, 8, 8)
@@ -172,6 +176,128 @@ def test_plain_steps_do_not_cross_well_inside_the_distance(name: str, side: str,
             assert (value > limit).all()
             (gradient,) = torch.autograd.grad(value.sum(), at)
             at = balls.project(at - 2.5 / 60 * balls.direction(gradient), x)
+
+
+class Bowl:
+    """τ = Σ (x − 0.4)²: raised, every pixel has a valley between the two ends it can go to, and 1 is the higher one."""
+
+    def encode(self, x: Tensor) -> Tensor:
+        return x.flatten(1)
+
+    def judge(self, z: Tensor) -> Tensor:
+        return (z - 0.4).square().sum(dim=1)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.judge(self.encode(x))
+
+
+class Steps(Bowl):
+    """The same in steps of 1/50 per pixel: its gradient is 0 everywhere."""
+
+    def judge(self, z: Tensor) -> Tensor:
+        return (50 * (z - 0.4).square()).detach().floor().sum(dim=1) / 50 + 0 * z.sum(dim=1)
+
+
+HIGHEST = 48 * 0.6**2
+"""The largest value of a bowl with 48 pixels."""
+
+
+def pixels(count: int = 40) -> Tensor:
+    return torch.rand(count, 1, 1, 48, generator=torch.Generator().manual_seed(0))
+
+
+def exact_linf(score: Bowl, x: Tensor, threshold: float) -> Tensor:
+    """The radius at which every pixel's better end lifts the score above the threshold, by bisection."""
+    x = x.double()
+    low, high = torch.zeros(len(x), dtype=x.dtype), torch.ones(len(x), dtype=x.dtype)
+    for _ in range(50):
+        radius = (low + high) / 2
+        down, up = ((x + sign * radius.view(-1, 1, 1, 1)).clamp(0, 1) for sign in (-1, 1))
+        crossed = score(torch.where((up - 0.4).abs() > (down - 0.4).abs(), up, down)) > threshold
+        low, high = torch.where(crossed, low, radius), torch.where(crossed, radius, high)
+    return high
+
+
+def least_l2(x: Tensor, threshold: float) -> Tensor:
+    """A lower bound of the L2 distance by duality: max over λ of min over δ of ‖δ‖² − λ·(τ(x + δ) − threshold).
+
+    The inner minimum is one per pixel: for λ < 1 the parabola's, from there on the better one of the two ends.
+    """
+    z, bound = x.flatten(1).double(), torch.zeros(len(x), dtype=torch.float64)
+    for price in torch.linspace(0.01, 4, 1000).double():
+        ends = torch.stack([-z, 1 - z])
+        if price < 1:
+            ends = (price * (z - 0.4) / (1 - price)).clamp(-z, 1 - z).unsqueeze(0)
+        terms = (ends.square() - price * (z + ends - 0.4).square()).amin(dim=0)
+        bound = torch.maximum(bound, terms.sum(dim=1) + price * threshold)
+    return bound.sqrt()
+
+
+@pytest.mark.parametrize("norm", ["l2", "linf"])
+@pytest.mark.parametrize("share", [0.8, 0.95])
+def test_a_score_with_a_valley_at_every_pixel_is_crossed_near_its_exact_distance(share: float, norm: str) -> None:
+    """A descent leaves every pixel on its own side of 0.4; the least distance takes many across, 0.95 nearly all."""
+    score, x, threshold = Bowl(), pixels(), share * HIGHEST
+    found = minimal(score, x, norm, threshold, side="in")
+    exact = exact_linf(score, x, threshold) if norm == "linf" else least_l2(x, threshold)
+    ratio = found.distance / exact
+    assert found.success.all() and (score(found.x) > threshold).all()
+    assert (found.x >= 0).all() and (found.x <= 1).all()
+    torch.testing.assert_close(BALLS[norm](1.0).distance(found.x, x), found.distance)
+    assert (ratio >= 1 - 1e-5).all()
+    assert ratio.median() <= 1.05 and ratio.quantile(0.95) <= 1.15
+
+
+def test_a_bowl_is_lowered_along_the_straight_line_to_its_bottom() -> None:
+    x = pixels()
+    found = minimal(Bowl(), x, "l2", 1.0)
+    torch.testing.assert_close(found.distance, (x - 0.4).flatten(1).norm(dim=1) - 1, rtol=0.01, atol=0)
+
+
+def test_a_score_without_a_gradient_is_crossed_too() -> None:
+    score, x, threshold = Steps(), pixels(20), 0.8 * HIGHEST
+    found = minimal(score, x, "linf", threshold, side="in")
+    ratio = found.distance / exact_linf(score, x, threshold)
+    assert found.success.all() and (score(found.x) > threshold).all()
+    assert ratio.median() <= 1.2 and ratio.max() <= 1.5
+
+
+def test_where_none_is_found_the_point_is_the_best_of_all() -> None:
+    x = pixels(10)
+    never = minimal(Bowl(), x, "linf", HIGHEST + 0.1, side="in")
+    assert not never.success.any()
+    torch.testing.assert_close(never.x, torch.ones_like(x))
+
+
+def test_an_answer_does_not_change_from_call_to_call() -> None:
+    first, second = (minimal(Bowl(), pixels(8), "linf", 0.8 * HIGHEST, side="in") for _ in range(2))
+    assert torch.equal(first.x, second.x) and torch.equal(first.evaluations, second.evaluations)
+
+
+def test_leaps_find_the_best_corner_of_a_ball() -> None:
+    """From where a descent ends: where every pixel has a term of its own, gradients on the way to the far end tell."""
+    x = pixels()
+    down, up = (x - 0.6).clamp(0, 1), (x + 0.6).clamp(0, 1)
+    corner = torch.where((up - 0.4).abs() > (down - 0.4).abs(), up, down)
+    descent = search(RaiseScore(Bowl()), x, Linf(0.6), stepper=Apgd(), steps=30)
+    assert (-descent.value < 0.99 * Bowl()(corner)).all()
+    found = search(RaiseScore(Bowl()), x, Linf(0.6), stepper=Leaps(), steps=5, first=descent.x)
+    torch.testing.assert_close(found.x, corner)
+
+
+def test_flips_climb_without_a_gradient() -> None:
+    x = pixels()
+    found = search(RaiseScore(Steps()), x, Linf(1.0), stepper=Flips(), steps=400)
+    assert (found.value <= -0.95 * HIGHEST).all()
+
+
+@pytest.mark.parametrize(
+    ("shape", "share", "count"), [((3, 8, 8), 0.25, 16), ((1, 1, 48), 0.25, 12), ((1, 5, 5), 0.01, 1)]
+)
+def test_a_window_has_its_share_of_the_pixels(shape: tuple[int, int, int], share: float, count: int) -> None:
+    mask = windows(torch.rand(200, *shape, generator=torch.Generator().manual_seed(2)), share)
+    assert mask.shape == (200, 1, *shape[1:]) and (mask.flatten(1).sum(dim=1) == count).all()
+    assert mask.any(dim=0).all()
 
 
 def test_a_batch_gives_the_same_as_its_parts() -> None:

@@ -399,7 +399,7 @@ def test_bad_input_is_refused() -> None:
         nullspace(layer, x, L2([1.0, 2.0]))
     with pytest.raises(ValueError, match="steps must be a whole number of at least 1, got 0"):
         nullspace(layer, x, L2(1.0), steps=0)
-    with pytest.raises(ValueError, match="steps must be a whole number of at least 1, got 2.5"):
+    with pytest.raises(ValueError, match=r"steps must be a whole number of at least 1, got 2\.5"):
         nullspace(layer, x, L2(1.0), steps=2.5)
     with pytest.raises(ValueError, match=r"takes images of 3 channels, got shape \(1, 4, 4\)"):
         nullspace(nn.Conv2d(3, 4, 3), torch.rand(2, 1, 4, 4), L2(1.0))

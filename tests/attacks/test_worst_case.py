@@ -205,7 +205,7 @@ def test_bad_options_are_refused() -> None:
     detector = MSP(logits())
     with pytest.raises(ValueError, match="side must be 'out' or 'in', got 'both'"):
         worst_case(detector, blank(2), Linf(0.1), "both")
-    with pytest.raises(TypeError, match="detector must be a detector, such as .*, got 'msp'"):
+    with pytest.raises(TypeError, match=r"detector must be a detector, such as .*, got 'msp'"):
         worst_case("msp", blank(2), Linf(0.1), "out")
     with pytest.raises(ValueError, match="budget must be one of quick, standard, thorough, got 'huge'"):
         worst_case(detector, blank(2), Linf(0.1), "out", "huge")

@@ -27,5 +27,5 @@ def test_half_precision_is_named_where_it_is_used(device: str, precision: str, p
 
 
 def test_the_manifest_carries_it() -> None:
-    manifest = manifest_of(seed=0, device=torch.device("cpu"), networks={}, sets={}, attacks=())
-    assert manifest["precision"] == "float32"
+    about = {"seed": 0, "networks": {}, "sets": {}, "attacks": (), "precision": "float32"}
+    assert manifest_of(device=torch.device("cpu"), **about)["precision"] == "float32"

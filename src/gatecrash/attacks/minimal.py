@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gatecrash.attacks.averaged import Averaged
+from gatecrash.attacks.leaps import Flips, Leaps
 from gatecrash.attacks.options import check_counts, check_side
 from gatecrash.attacks.radii import Radii
 from gatecrash.attacks.score import require_fitted
@@ -21,14 +22,20 @@ from gatecrash.protocols import Detector, Objective, State, Stepper, Walk
 from gatecrash.search import check_level, generator_for, search
 from gatecrash.stepper import Apgd, choose
 
-DOUBTS = 4
-"""How often an answer is doubted at most."""
+DOUBTS = (1.0, 0.5, 1.0, 0.25)
+"""How often an answer is doubted at most; where there is none, the shares of the whole box that are looked through."""
 
 SURE = 0.9
 """The share of a radius inside which nothing should cross."""
 
+NEARLY = 0.96
+"""The same for leaps, which come last."""
+
 OTHERS: tuple[Stepper, ...] = (Averaged(0.1, 0.01), Apgd(), Averaged(), Apgd(), Averaged(0.05, 0.05, memory=0), Apgd())
 """The attacks that doubt an answer, from the image itself at first, then from random points."""
+
+LEAPS, FLIPS = 30, 50
+"""The steps of a search by leaps with gradients, and of one without."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +83,9 @@ def minimal(
     Every sample's ball grows until a point across is found in it, then its radius is bisected. Each round is one APGD
     search inside balls of the samples' own radii, started from the nearest point across, and a sample leaves it as
     soon as it crosses. A search that fails proves nothing, so the answer is then doubted: other attacks from other
-    starts look inside nine tenths of the radius, or in the whole box where none was found, and where one of them
-    crosses the bisection goes on from there. The distances are of points that were found, so upper bounds of the
-    smallest ones.
+    starts look inside nine tenths of the radius, or in the whole box where none was found, and leaps across valleys
+    from the best of their points. Where one of them crosses the bisection goes on from there, with leaps where it took
+    them. The distances are of points that were found, so upper bounds of the smallest ones.
 
     Args:
         detector: any detector, fitted; its exact score is attacked.
@@ -112,7 +119,11 @@ def minimal(
 
 
 class _Hunt:
-    """The same for one batch: `low` is a radius in which the search failed, `high` the distance of the nearest find."""
+    """The same for one batch: `low` is a radius in which the search failed, `high` the distance of the nearest find.
+
+    `point` is that find or, where there is none, the point of the least `value`; `best` is the best point of the looks
+    in which `best_value` was found. A sample is `rugged` when it took leaps to find an answer wrong.
+    """
 
     def __init__(self, objective: Objective, start: Tensor, kind: type[Ball], stop: Tensor, steps: int) -> None:
         self.objective, self.start, self.kind, self.stop, self.steps = objective, start, kind, stop, steps
@@ -120,15 +131,18 @@ class _Hunt:
         self.farthest = self.measure.distance(start, (start < 0.5).to(start))
         self.box = kind(float(self.farthest.max()))
         self.low, self.high = torch.zeros_like(self.farthest), torch.full_like(self.farthest, torch.inf)
-        self.point, self.evaluations = start.clone(), torch.zeros_like(self.farthest, dtype=torch.long)
-        self.generator = generator_for(None, start.device)
+        self.point, self.value = start.clone(), self.high.clone()
+        self.best, self.best_value = start.clone(), self.high.clone()
+        self.rugged = torch.zeros_like(self.farthest, dtype=torch.bool)
+        self.evaluations = torch.zeros_like(self.farthest, dtype=torch.long)
+        self.generator, self.luck = (generator_for(seed, start.device) for seed in (0, 1))
 
     def run(self, rounds: int, tolerance: float) -> Minimal:
         """Bisect, doubt, and bisect what the doubt was right about."""
         self._bisect(rounds, tolerance)
         doubted = (self.high > 0).nonzero().flatten()
-        for _ in range(DOUBTS):
-            doubted = self._doubt(doubted)
+        for number in range(len(DOUBTS)):
+            doubted = self._doubt(doubted, number)
             self._bisect(rounds, tolerance)
         return Minimal(self.point, self.start, self.high, self.evaluations)
 
@@ -138,42 +152,65 @@ class _Hunt:
             if len(rows) == 0:
                 break
             growing = torch.minimum((2 * self.low).maximum(self.farthest / 255), self.farthest)
-            radius = torch.where(self.high.isinf(), growing, (self.low + self.high) / 2)[rows]
-            crossed = self._look(rows, radius, Apgd(), self.point[rows])
-            self.low[rows] = torch.where(crossed, self.low[rows], radius)
+            radius = torch.where(self.high.isinf(), growing, (self.low + self.high) / 2)
+            left = self._look(rows, radius, Apgd(), self.point, self.steps)
+            smooth, rugged = left[~self.rugged[left]], left[self.rugged[left]]
+            left = torch.cat([smooth, self._leap(rugged, radius, self.point)])
+            self.low[left] = radius[left]
 
-    def _doubt(self, rows: Tensor) -> Tensor:
-        """Look well inside these answers with other attacks; those that were wrong, to be bisected anew."""
-        radius = torch.where(self.high.isinf(), self.farthest, SURE * self.high)
-        left = rows
-        for number, stepper in enumerate(OTHERS):
+    def _doubt(self, rows: Tensor, number: int) -> Tensor:
+        """Look well inside these answers with other attacks, then by leaps; the rows to be doubted again.
+
+        Those are the ones that were wrong, to be bisected anew, and those without an answer, where only leaps look
+        from the second time on.
+        """
+        before, lost = self.high.clone(), self.high.isinf()
+        radius = torch.where(lost, DOUBTS[number] * self.farthest, SURE * self.high)
+        self.best_value.fill_(torch.inf)
+        left = rows[~lost[rows]] if number else rows
+        for turn, stepper in enumerate(OTHERS):
             if len(left) == 0:
                 break
             uniform = torch.rand(self.start.shape, generator=self.generator, device=self.generator.device)
-            balls = Radii(self.kind, radius[left], self.box.box)
-            anywhere = balls.random_start(self.start[left], uniform.to(self.start)[left])
-            crossed = self._look(left, radius[left], stepper, anywhere if number else self.start[left], 3 * self.steps)
-            left = left[~crossed]
-        wrong = rows[self.high[rows] <= radius[rows]]
+            anywhere = Radii(self.kind, radius, self.box.box).random_start(self.start, uniform.to(self.start))
+            left = self._look(left, radius, stepper, anywhere if turn else self.start, 3 * self.steps)
+        left = rows[self.high[rows] == before[rows]]
+        self._leap(left, torch.where(lost, radius, NEARLY * self.high), self.best)
+        wrong = self.high < before
+        self.rugged[left] |= wrong[left]
         self.low[wrong] = 0
-        return wrong
+        return rows[(wrong | self.high.isinf())[rows]]
 
-    def _look(self, rows: Tensor, radius: Tensor, stepper: Stepper, point: Tensor, steps: int | None = None) -> Tensor:
-        """Search inside balls of these radii from these points, and keep what is found; who crossed, (B,)."""
+    def _leap(self, rows: Tensor, radius: Tensor, point: Tensor) -> Tensor:
+        """Search by leaps, with gradients and then without; the rows where nothing was found."""
+        self.best_value.fill_(torch.inf)
+        left = self._look(rows, radius, Leaps(), point, LEAPS)
+        return self._look(left, radius, Flips(), self.best, FLIPS)
+
+    def _look(self, rows: Tensor, radius: Tensor, stepper: Stepper, point: Tensor, steps: int) -> Tensor:
+        """Search inside balls of these radii from these points, and keep what is found; the rows where nothing was."""
+        if len(rows) == 0:
+            return rows
         found = search(
             self.objective,
             self.start[rows],
             self.box,
-            stepper=Within(stepper, self.kind, radius, point),
-            steps=(steps or self.steps) + 1,
+            stepper=Within(stepper, self.kind, radius[rows], point[rows]),
+            steps=steps + 1,
             stop=self.stop,
+            generator=self.luck,
             precision="float32",  # the balls may be smaller than what half precision tells apart
         )
         self.evaluations[rows] += found.evaluations
+        better = found.value < self.best_value[rows]
+        self.best[rows] = choose(better, found.x, self.best[rows])
+        self.best_value[rows] = torch.where(better, found.value, self.best_value[rows])
+        nearer = found.success | (self.high[rows].isinf() & (found.value < self.value[rows]))
+        self.point[rows] = choose(nearer, found.x, self.point[rows])
+        self.value[rows] = torch.where(nearer, found.value, self.value[rows])
         reached = self.measure.distance(found.x, self.start[rows])
-        self.point[rows] = choose(found.success | self.high[rows].isinf(), found.x, self.point[rows])
         self.high[rows] = torch.where(found.success, reached, self.high[rows])
-        return found.success
+        return rows[~found.success]
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from gatecrash.audit.plan import (
     DetectorPlan,
     PicturePlan,
     Plan,
+    SearchPrecision,
     SourcePlan,
     check_nothing_to_learn,
     plan_text,
@@ -54,6 +55,7 @@ class Job:
     device: torch.device
     seed: int = 0
     batch_size: int = 100
+    precision: SearchPrecision = "auto"
     fit: ImageSet | None = None
     held_out: ImageSet | None = None
     fit_outliers: ImageSet | None = None
@@ -121,6 +123,7 @@ def job_of_plan(plan: Plan, folder: Path, device: torch.device, *, trust: bool =
         device=device,
         seed=plan.seed,
         batch_size=plan.batch_size,
+        precision=plan.precision,
         fit=optional(plan.data.fit),
         held_out=optional(plan.data.held_out),
         fit_outliers=optional(plan.data.fit_outliers),

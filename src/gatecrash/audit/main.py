@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import ValidationError
@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from gatecrash.audit.checks import run_checks
 from gatecrash.audit.job import Job, as_set, encoders_in, job_of_plan, named_detectors
 from gatecrash.audit.manifest import manifest_of, pick_device
-from gatecrash.audit.plan import AttackPlan, Plan, check_titles, read_plan, sentence
+from gatecrash.audit.plan import AttackPlan, Plan, SearchPrecision, check_titles, read_plan, sentence
 from gatecrash.audit.rows import rows_of, sample_rows
 from gatecrash.audit.run import measure, rehearse
 from gatecrash.audit.running import carry_out, refuse_other_runs
@@ -22,6 +22,7 @@ from gatecrash.data import ImageSet
 from gatecrash.detectors import Detector
 from gatecrash.encoder import Encoder
 from gatecrash.images import Images
+from gatecrash.speed import plainly
 
 
 def audit(
@@ -36,6 +37,7 @@ def audit(
     features: Encoder | None = None,
     seed: int = 0,
     batch_size: int = 100,
+    precision: SearchPrecision = "auto",
     resume: bool = False,
 ) -> Results:
     """Attack fitted detectors, measure how far they break, and write a bundle with a report.
@@ -51,6 +53,8 @@ def audit(
         features: what `of: features` means.
         seed: determines every random number.
         batch_size: images that are attacked together, and saved together.
+        precision: of the searches: "auto" takes networks prepared for speed, in bf16 far from the end, where that pays;
+            "float32" the networks as they are.
         resume: go on with a run that was killed.
 
     Returns:
@@ -59,6 +63,8 @@ def audit(
     Raises:
         ValueError: a detector is not fitted, images do not fit, or the folder holds another run.
     """
+    if precision not in get_args(SearchPrecision):
+        raise ValueError(f"precision must be 'auto' or 'float32', got {precision!r}")
     named = named_detectors(detectors)
     for detector in named.values():
         detector.require_fitted()
@@ -87,6 +93,7 @@ def audit(
                 "attacks": [plan.model_dump(mode="json") for plan in plans],
                 "seed": seed,
                 "batch_size": batch_size,
+                "precision": precision,
             },
             sort_keys=False,
         ),
@@ -99,6 +106,7 @@ def audit(
         device=device,
         seed=seed,
         batch_size=batch_size,
+        precision=precision,
     )
     return run_job(job, Path(out), resume=resume)
 
@@ -136,8 +144,20 @@ def audit_plan(
 
 def run_job(job: Job, out: Path, *, resume: bool) -> Results:
     """Measure what the job asks for and write the bundle."""
-    bundle = Bundle(out)
-    manifest = manifest_of(seed=job.seed, device=job.device, networks=job.networks, sets=job.sets, attacks=job.attacks)
+    with plainly(really=job.precision == "float32"):
+        return measure_and_write(job, Bundle(out), resume=resume)
+
+
+def measure_and_write(job: Job, bundle: Bundle, *, resume: bool) -> Results:
+    """The same at the pace of the block."""
+    manifest = manifest_of(
+        seed=job.seed,
+        device=job.device,
+        networks=job.networks,
+        sets=job.sets,
+        attacks=job.attacks,
+        precision=job.precision,
+    )
     done = carry_out(
         bundle, job.plan, manifest, job.seed, lambda: rehearse(job), lambda work: measure(job, work), resume=resume
     )

@@ -7,11 +7,11 @@ import platform
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from gatecrash.audit.plan import AttackPlan
+from gatecrash.audit.plan import AttackPlan, SearchPrecision
 from gatecrash.data import ImageSet, fingerprint
 
 LIBRARIES = ("gatecrash", "torch", "torchvision", "timm", "numpy", "scikit-learn", "safetensors")
@@ -24,7 +24,7 @@ def manifest_of(
     networks: Mapping[str, str],
     sets: Mapping[str, ImageSet],
     attacks: Sequence[AttackPlan],
-    precision: Literal["auto", "float32"] = "float32",
+    precision: SearchPrecision,
 ) -> dict[str, Any]:
     """The manifest of a run; the same again has the same one, apart from `device`, `precision` and `versions`."""
     return {
@@ -42,7 +42,7 @@ def manifest_of(
     }
 
 
-def precision_path(device: torch.device, precision: Literal["auto", "float32"]) -> str:
+def precision_path(device: torch.device, precision: SearchPrecision) -> str:
     """The precision that numbers come from: searches on a GPU may go the far part of their way in bf16."""
     if device.type != "cuda" or precision == "float32":
         return "float32"

@@ -58,6 +58,7 @@ Eps = Annotated[float | list[float], BeforeValidator(numbers)]
 Number = Annotated[float, BeforeValidator(number)]
 Side = Annotated[int, Field(gt=0, le=8192)]
 Seed = Annotated[int, BeforeValidator(number), Field(ge=0, lt=2**62)]
+SearchPrecision = Literal["auto", "float32"]
 
 
 class Part(BaseModel):
@@ -301,6 +302,8 @@ class Plan(Part):
     seed: Seed = 0
     batch_size: PositiveInt = 100
     """Images that are attacked together, and saved together."""
+    precision: SearchPrecision = "auto"
+    """Of the searches: networks prepared for speed where that pays, or as they are."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Plan:

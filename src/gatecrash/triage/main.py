@@ -218,7 +218,9 @@ def triage_plan(
 def run_triage(job: TriageJob, out: Path, *, resume: bool) -> TriageResults:
     """Measure what the job asks for and write the bundle."""
     bundle = Bundle(out)
-    manifest = manifest_of(seed=job.seed, device=job.device, networks=job.networks, sets=job.sets, attacks=())
+    manifest = manifest_of(
+        seed=job.seed, device=job.device, networks=job.networks, sets=job.sets, attacks=(), precision="float32"
+    )
     manifest["threat_model"] = threat_model(job.adversaries)
     done = carry_out(
         bundle, job.plan, manifest, job.seed, lambda: rehearse(job), lambda work: measure(job, work), resume=resume
