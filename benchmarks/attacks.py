@@ -323,7 +323,7 @@ def verdicts(setting: Setting) -> Results:
         {"name": "collide", "of": "detector", "ball": {"norm": "l2", "eps": 10.0}, "start": ["noise"], "steps": steps},
     ]
     first = {"10 steps and collisions": (short, setting.outliers | {"noise": noise}, len(setting.inliers))}
-    yield from audited(setting, first | suite_of(setting))
+    yield from audited(setting, first | (suite_of(setting) if setting.options.worst else {}))
 
 
 def worst(setting: Setting) -> Results:
@@ -422,7 +422,9 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--parts", default="two_sided,collisions,curves,minimal,verdicts")
     parser.add_argument("--count", type=int, default=500)
-    parser.add_argument("--worst", type=int, default=64, help="images of either side in the audit with the suite")
+    parser.add_argument(
+        "--worst", type=int, default=64, help="images of either side in the audit with the suite, 0 for none"
+    )
     parser.add_argument("--budget", default="standard", choices=["quick", "standard", "thorough"], help="of the suite")
     parser.add_argument("--steps", type=int, default=100, help="of the collisions")
     parser.add_argument("--fit", type=int, default=8000)
