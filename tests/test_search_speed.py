@@ -145,7 +145,7 @@ class Paced:
 def test_a_mixed_run_goes_from_half_to_prepared_and_is_verified_plainly() -> None:
     objective = Paced(trembling=0.3)
     found = search(objective, images(), Linf(0.2), stepper=Apgd(), steps=20, precision="mixed", record=True)
-    assert objective.paces == ["plain"] + ["half"] * 14 + ["prepared"] + ["prepared"] * 7 + ["plain"]
+    assert objective.paces == ["plain"] + ["half"] * 19 + ["prepared"] + ["prepared"] * 2 + ["plain"]
     assert current_pace() == "plain"
     assert found.evaluations.tolist() == [len(objective.paces)] * 8
     assert found.steps.tolist() == [20] * 8
@@ -171,7 +171,8 @@ def test_values_of_two_paces_are_never_compared(stepper: Stepper, ball: Ball, op
 
 
 @pytest.mark.parametrize("half", [-2.0, 0.0, 2.0])
-def test_a_sample_leaves_a_mixed_run_only_when_it_is_done_plainly(half: float) -> None:
+def test_a_sample_leaves_a_mixed_run_only_when_it_is_done_plainly(half: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["gatecrash.play"], "FAR", 0.7)
     start, every = images(), torch.arange(8)
     plain = search(ripples, start, Linf(0.2), stepper=Apgd(), steps=40, record=True)
     assert plain.trajectory is not None

@@ -19,7 +19,7 @@ from gatecrash.progress import Bar
 from gatecrash.protocols import Objective, State, Stepper, Walk
 from gatecrash.speed import Pace, at_pace, current_pace
 
-FAR = 0.7
+FAR = 0.95
 """The share of a mixed run, at its beginning, that is evaluated in half precision."""
 
 

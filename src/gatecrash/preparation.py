@@ -23,14 +23,14 @@ class Preparation:
             pays in long searches only. None is never.
         backend: torch.compile's.
         graphs: the largest size whose compiled code is recorded as a CUDA graph, which is launched as a whole, so that
-            small batches gain. What comes out of one is copied, since the next launch writes there.
+            small batches gain; inductor's only. What comes out of one is copied, since the next launch writes there.
     """
 
     devices: tuple[str, ...] = ("cuda",)
     sizes: tuple[int, ...] = (64, 128, 256, 512)
     compile_after: int | None = 200
     backend: str | Callable[..., Any] = "inductor"
-    graphs: int = 0
+    graphs: int = 128
 
 
 _DEFAULT = Preparation()

@@ -155,6 +155,31 @@ def test_only_small_batches_are_recorded_as_graphs(monkeypatch: pytest.MonkeyPat
     assert modes == ["reduce-overhead", None]
 
 
+def test_no_graph_is_launched_while_the_gradient_of_another_is_still_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = []
+
+    def compiled(tapped: Tapped, **options: Any) -> Any:
+        def run(x: Tensor) -> Any:
+            launched.append(options["mode"])
+            return tapped(x)
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    first, second = Encoder(Smooth()), Encoder(Smooth())
+    x = images(4).requires_grad_()
+    with fast(compile_after=0, graphs=SIZES[-1]):
+        both = first(x).sum() + second(x).sum()  # type: ignore[union-attr]
+        torch.autograd.grad(both, x)
+        assert launched == ["reduce-overhead", None]
+        torch.autograd.grad(first(x).sum(), x)  # type: ignore[union-attr]
+        abandoned = first(x)
+        assert launched[2:] == ["reduce-overhead", "reduce-overhead"]
+        del abandoned
+        first(x)
+    assert launched[4:] == ["reduce-overhead"]
+
+
 def test_a_gradient_out_of_a_graph_is_a_copy() -> None:
     x = images(4)
     (plain,), wanted = with_gradient(Encoder(Smooth()), x)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -78,15 +79,15 @@ class PreparedNetwork:
         return self.compiles and 2 * len(x) >= size and self.calls[kind] > after
 
     def is_recorded(self, x: Tensor) -> bool:
-        """Whether compiled code for such a batch is a CUDA graph."""
-        return self._size(x) <= self.preparation.graphs
+        """Whether compiled code for such a batch is a CUDA graph, where no other one still has a gradient to give."""
+        return self.preparation.backend == "inductor" and self._size(x) <= self.preparation.graphs
 
     def _size(self, x: Tensor) -> int:
         size = next(size for size in self.preparation.sizes if size >= len(x))
         return min(size, self.first) if self.first is not None and len(x) <= self.first else size
 
     def _compiled(self, x: Tensor) -> Outputs:
-        recorded = self.is_recorded(x)
+        recorded = self.is_recorded(x) and not _waiting
         if recorded not in self._code:
             mode = "reduce-overhead" if recorded else None
             compiled = torch.compile(self.tapped, dynamic=False, backend=self.preparation.backend, mode=mode)
@@ -96,6 +97,13 @@ class PreparedNetwork:
                 torch.compiler.cudagraph_mark_step_begin()
             outputs = self._code[recorded](filled(x, self._size(x)).contiguous())
         return tuple(output[: len(x)].clone() if recorded else output[: len(x)] for output in outputs)
+
+
+class Wait:
+    """Stands for outputs out of a graph whose gradient is still to come: the next launch would write over it."""
+
+
+_waiting: WeakSet[Wait] = WeakSet()
 
 
 class _Once(torch.autograd.Function):
@@ -109,6 +117,9 @@ class _Once(torch.autograd.Function):
         with torch.enable_grad():
             ctx.leaf = x.detach().requires_grad_()
             ctx.outputs = network.run(ctx.leaf)
+        if network.is_recorded(x):
+            ctx.wait = Wait()  # gone with this, where no gradient is asked for
+            _waiting.add(ctx.wait)
         given = tuple(output.detach() for output in ctx.outputs)
         ctx.mark_non_differentiable(
             *(tensor for tensor, output in zip(given, ctx.outputs, strict=True) if not output.requires_grad)
@@ -118,6 +129,7 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None, None]:
         (x,) = ctx.saved_tensors  # raises for a second gradient of a graph that was not kept
+        ctx.wait = None
         if torch.is_grad_enabled():  # create_graph=True
             return gradient_of(ctx.plain(x.clone()), x, gradients, create_graph=True), None, None
         keep = torch._C._autograd._get_current_graph_task_keep_graph()  # retain_graph=True

@@ -14,6 +14,7 @@ from gatecrash.audit.job import Job
 from gatecrash.audit.run import Measured
 from gatecrash.bundle import Check, Row
 from gatecrash.progress import progress
+from gatecrash.speed import plainly
 
 NOT_RUN = "Not run"
 """How the sentence of a check begins that was not made."""
@@ -49,9 +50,9 @@ SIZES = (
 def run_checks(job: Job, measured: Measured, rows: Sequence[Row], *, share: float = 0.25) -> list[Check]:
     """Every doubt about a finished audit, and how it came out, in the order of the evaluation page.
 
-    The checks attack a few of the audit's images again. They look at as many as keep their cost, in images passed
-    through the network, within `share` of what the audit took. Where even the fewest would take more, the cheapest
-    checks are made, and the others warn that they were not.
+    The checks attack a few of the audit's images again, with the networks as they are. They look at as many as keep
+    their cost, in images passed through the network, within `share` of what the audit took. Where even the fewest would
+    take more, the cheapest checks are made, and the others warn that they were not.
 
     Args:
         job: what was audited; its detectors fitted.
@@ -62,7 +63,7 @@ def run_checks(job: Job, measured: Measured, rows: Sequence[Row], *, share: floa
     Returns:
         A verdict per check; an error inside a check is a failure of it, and is not raised.
     """
-    with counting(networks_of(job.detectors.values(), job.inliers.x[:1].to(job.device))) as meter:
+    with counting(networks_of(job.detectors.values(), job.inliers.x[:1].to(job.device))) as meter, plainly():
         return verdicts(evidence_of(job, measured, rows, share=share, meter=meter))
 
 
