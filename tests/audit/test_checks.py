@@ -352,6 +352,27 @@ def test_the_gradient_of_an_average_is_compared_with_differences_of_the_same_dra
     assert "rounding" not in check["sentence"]
 
 
+class Rounded(Brightness):
+    """A gradient that is spoilt where a GPU would round to TF32."""
+
+    def judge(self, z: Latent) -> Tensor:
+        pixels = leaves(z)[0]
+        score = super().judge(z)
+        if pixels.dtype == torch.float64 or not torch.backends.cudnn.allow_tf32:
+            return score
+        noise = pixels * torch.linspace(-1, 1, pixels.shape[1]).to(pixels)
+        return score + (noise - noise.detach()).sum(dim=1)
+
+
+def test_a_gradient_that_only_tf32_spoils_is_a_warning_that_names_it() -> None:
+    evidence = evidence_for(Brightness())
+    evidence.job.detectors["it"] = Rounded()
+    check = CHECKS["gradient_flows"](evidence)
+    assert check["status"] == "warn"
+    assert "100% one that rounding spoils, as TF32 does; without it, allow_tf32 = False, 0%" in check["sentence"]
+    assert torch.backends.cudnn.allow_tf32
+
+
 def test_a_single_draw_is_no_average() -> None:
     evidence = evidence_for(Brightness())
     evidence.job.detectors["it"] = Expected(Noisy(), draws=1)

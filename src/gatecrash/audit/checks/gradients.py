@@ -52,8 +52,8 @@ DRIFT = 0.01
 
 
 def gradient_price(evidence: Evidence) -> int:
-    """One gradient of every image, and of some a second one, their score and eight more for two differences twice."""
-    return sum(evidence.passes.values()) * (evidence.count + 1 + 10 * min(PROBED, evidence.count))
+    """One gradient of every image, and of some two more, their score and eight others for two differences twice."""
+    return sum(evidence.passes.values()) * (evidence.count + 1 + 11 * min(PROBED, evidence.count))
 
 
 @check("gradient_flows", price=gradient_price)
@@ -81,6 +81,9 @@ def gradient_flows(evidence: Evidence) -> Finding:
             excused = detector.card.gradient == "omitted" or probe.precision != "float64"
             return Finding("warn" if excused else "fail", f"{words} (part of the score is detached)")
         if lost > FEW:
+            exact = probe.lost_in_full(detector, x[rows])
+            if exact <= FEW:
+                return Finding("warn", f"{words}, as TF32 does; without it, allow_tf32 = False, {exact:.0%}")
             return Finding("fail", f"{words} (a saturated score)")
         return Finding("warn" if share > 0 else "pass", words, share + wrong + lost)
 
@@ -203,6 +206,21 @@ class Probe(NamedTuple):
     lost: Tensor
     """In the precision of the search it is another than in float64."""
     precision: str
+    gradient: Tensor
+    """(B, ...), the exact one."""
+
+    def lost_in_full(self, detector: Detector, x: Tensor) -> float:
+        """The share of images whose gradient is another than the exact one also where no float32 is rounded to TF32."""
+        with full_float32():
+            searched = gradient_at(detector, x, len(x))
+        return 1.0 if searched is None else float(is_lost(searched, self.gradient).float().mean())
+
+
+def is_lost(gradient: Tensor, exact: Tensor) -> Tensor:
+    """Whether every image's gradient is another than the exact one, (B,)."""
+    difference = (gradient.to(exact) - exact).flatten(1).norm(dim=1)
+    lost: Tensor = difference > LOST * exact.flatten(1).norm(dim=1)
+    return lost
 
 
 def probed(detector: Detector, x: Tensor, searched: Tensor, seed: int) -> Probe:
@@ -232,9 +250,7 @@ def probed(detector: Detector, x: Tensor, searched: Tensor, seed: int) -> Probe:
     for direction in (normalised(gradient), normalised(signs)):
         slope = (gradient * direction).flatten(1).sum(dim=1)
         wrong |= contradicted(value, points, direction, slope, noise, STEPS[precision])
-    difference = (searched.to(gradient) - gradient).flatten(1).norm(dim=1)
-    lost = difference > LOST * gradient.flatten(1).norm(dim=1)
-    return Probe(wrong, lost & (not averaged(detector)), precision)
+    return Probe(wrong, is_lost(searched, gradient) & (not averaged(detector)), precision, gradient)
 
 
 def averaged(detector: Detector) -> bool:
