@@ -199,16 +199,28 @@ def drawn(rows: list[dict[str, Any]], target: Path) -> None:
         print("no plot: matplotlib is not installed")
         return
     matplotlib.use("svg")
-    from matplotlib import pyplot
+    matplotlib.rcParams["svg.fonttype"] = "none"
+    from matplotlib import pyplot, ticker
 
     titles = list(dict.fromkeys(row["network"] for row in rows))
     figure, panels = pyplot.subplots(1, len(titles), figsize=(6 * len(titles), 4.5), squeeze=False)
     for panel, title in zip(panels[0], titles, strict=True):
-        for name in WAYS:
+        for number, name in enumerate(WAYS):
             mine = [row for row in rows if row["network"] == title and row["way"] == name]
-            panel.loglog([r["evaluations"] for r in mine], [100 * r["median_mape"] for r in mine], "o-", label=name)
+            points = [r["evaluations"] for r in mine], [100 * r["median_mape"] for r in mine]
+            look = "s-" if number < 2 else "o--" if number < 10 else "^:"  # the paper's and the default, all others
+            panel.loglog(*points, look, label=name, color=f"C{number % 10}", linewidth=2.5 if number < 2 else 1.2)
         panel.set(title=title, xlabel="evaluations", ylabel="median MAPE, %")
-    panels[0][-1].legend(fontsize=7)
+        plain = ticker.FuncFormatter(lambda value, place: f"{value:g}")
+        panel.xaxis.set_major_locator(ticker.FixedLocator(sorted({r["evaluations"] for r in rows})))
+        panel.xaxis.set_minor_locator(ticker.NullLocator())
+        for format_with in (
+            panel.xaxis.set_major_formatter,
+            panel.yaxis.set_major_formatter,
+            panel.yaxis.set_minor_formatter,
+        ):
+            format_with(plain)
+    panels[0][-1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1.02, 0.5))
     figure.tight_layout()
     figure.savefig(target)
 
