@@ -1,0 +1,106 @@
+"""The fast path of a collision beside the plain one, on a GPU: what docs/results/speed.md says of the two.
+
+    python benchmarks/paths.py DATA OUT [resnet50 densenet]
+
+64 collisions each, as in steppers.py: with CUDA graphs and without, with other shares of the run in half precision, in
+float32, and with a stop at which half of them leave; and how often the host waits for the device in 40 steps and in 80.
+OUT gets paths.json after every row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from speed import DEVICE, latent_of, mape_of, now
+from torch import Tensor
+
+import gatecrash as gate
+from gatecrash import play
+from gatecrash.files import write_text
+from gatecrash.prepared import preparing
+
+Row = dict[str, Any]
+
+
+class Collision:
+    """Images, targets and the way to bring them together."""
+
+    def __init__(self, data: Path, name: str, count: int) -> None:
+        self.encoder, self.start, self.target, self.eps = latent_of(data, name, count)
+
+    def run(self, steps: int, precision: Any, far: float, **options: Any) -> tuple[gate.Found, Row]:
+        """What was found, and what there is to say of it."""
+        play.FAR = far
+        ball, began = gate.L2(self.eps), now()
+        found = gate.collide(self.encoder, self.start, self.target, ball, steps=steps, precision=precision, **options)
+        seconds, mape = now() - began, mape_of(self.encoder, found.x, self.target)  # type: ignore[arg-type]
+        facts = {"median_mape": float(mape.median()), "p90_mape": float(mape.quantile(0.9)), "seconds": seconds}
+        return found, {"steps": steps, "precision": precision, "far": far, **facts}
+
+
+def rows_of(collision: Collision, long: int) -> Iterator[Row]:
+    """Every comparison of one network."""
+    for graphs in (0, 128):
+        with preparing(devices=(DEVICE,), compile_after=1, graphs=graphs):
+            collision.run(20, "mixed", 0.5)  # compiles
+            for far in (0.7, 0.95):
+                yield {"graphs": graphs, **collision.run(100, "mixed", far)[1]}
+    plain, row = collision.run(100, "float32", 0.0)
+    yield row
+    with preparing(devices=(DEVICE,), compile_after=1, graphs=128):
+        stop = plain.value.median()
+        found, row = collision.run(100, "mixed", 0.9, stop=stop)
+        yield {**row, "stop": float(stop), "success": int(found.success.sum()), "held": held(found, stop)}
+        yield {"waits": {steps: waits(collision, steps) for steps in (40, 80)}}
+        for far in (0.7, 0.9, 0.95, 1.0):
+            yield collision.run(long, "mixed", far)[1]
+
+
+def held(found: gate.Found, stop: Tensor) -> bool:
+    """Whether all that is called a success is one."""
+    return bool((found.value[found.success] <= stop).all())
+
+
+def waits(collision: Collision, steps: int) -> dict[str, int]:
+    """Where in the code the host waits for the device during a search, and how often."""
+    if DEVICE != "cuda":
+        return {}
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            collision.run(steps, "mixed", 0.9)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    places = [f"{Path(w.filename).name}:{w.lineno}" for w in seen if "synchroniz" in str(w.message)]
+    return dict(Counter(places))
+
+
+def main() -> None:
+    """All comparisons, one JSON file, written after every row."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("latents", nargs="*", default=["resnet50", "densenet"])
+    parser.add_argument("--count", type=int, default=64)
+    parser.add_argument("--long", type=int, default=1000, help="steps of the long runs")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    device = torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu"
+    rows: list[Row] = []
+    for name in options.latents:
+        for row in rows_of(Collision(options.data, name, options.count), options.long):
+            rows.append({"latent": name, **row})
+            print(rows[-1], flush=True)
+            write_text(options.out / "paths.json", json.dumps({"device": device, "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
