@@ -367,6 +367,24 @@ def test_detectors_without_any_network_are_attacked_through_their_scores(tmp_pat
     assert results["manifest"]["networks"] == {"GlowLikelihood 0": hash_of(detector)}
 
 
+def test_the_suite_can_leave_what_has_crossed_alone_and_no_auroc_is_another(tmp_path: Path) -> None:
+    detector = MSP(Encoder(trained_net(), layer="hidden"))
+    found = {}
+    for until in ("end", "crossed"):
+        attack = {"name": "worst_case", "budget": "quick", "ball": {"norm": "linf", "eps": 0.3}, "until": until}
+        audit({"msp": detector}, squares(8)[0], {"blank": blank(8)}, out=tmp_path / until, attacks=[attack])
+        bundle = Bundle(tmp_path / until)
+        samples = [row for row in bundle.samples().to_pylist() if row["side"] != "none"]
+        found[until] = [row["auroc"] for row in bundle.results()["rows"]], samples
+    assert found["end"][0] == found["crossed"][0] and found["end"][0][1:] == [0.0, 0.0, 0.0]
+    clean = {side: [row["clean_score"] for row in found["end"][1] if row["side"] == side] for side in ("in", "out")}
+    for row in found["crossed"][1]:
+        score = row["attacked_score"]
+        assert score <= min(clean["in"]) + 1e-6 if row["side"] == "out" else score >= max(clean["out"]) - 1e-6
+    spent = {until: sum(row["evaluations"] for row in samples) for until, (_, samples) in found.items()}
+    assert spent["crossed"] < spent["end"] / 3
+
+
 @pytest.mark.parametrize(
     ("attack", "title"),
     [({"name": "softmax"}, "softmax"), ({"name": "collide"}, "collide features"), ({"name": "collide", "of": "logits"}, "collide logits")],

@@ -222,6 +222,9 @@ class AttackPlan(Part):
     schedule: ScheduleName | None = None
     budget: Literal["quick", "standard", "thorough"] | None = None
     """For `worst_case`, which takes no steps, step or restarts: "standard" when not given."""
+    until: Literal["end", "crossed"] | None = None
+    """For `worst_case`: "crossed" leaves an image alone once its score has passed every clean one of the other side,
+    which is as wrong as AUROC can tell; "end", when not given, goes on for every image's strongest perturbation."""
 
     @model_validator(mode="before")
     @classmethod
@@ -249,6 +252,8 @@ class AttackPlan(Part):
                     raise ValueError(f"{key} is not for worst_case, which takes a budget: quick, standard or thorough")
         elif self.budget is not None:
             raise ValueError(f"budget is for worst_case; {self.name} takes steps and restarts")
+        elif self.until is not None:
+            raise ValueError(f"until is for worst_case; {self.name} does not take it")
         natural = SIDES[self.name]
         if self.side is not None and self.side not in natural:
             raise ValueError(f"side of {self.name} must be one of {', '.join(natural)}, got {self.side!r}")

@@ -30,6 +30,10 @@ SHOWN = 3
 """Collisions per attack and set of outliers that the report shows."""
 
 
+Clean = dict[tuple[str, str], Tensor]
+"""Scores of images as they are, by detector and set; "inliers" is a set's name too."""
+
+
 @dataclass(frozen=True)
 class Piece:
     """One attack on one chunk of one set, by all detectors at once or by one of them."""
@@ -70,8 +74,7 @@ class Outcome:
 class Measured:
     """All that was measured: clean scores, outcomes of attacks, pictures."""
 
-    clean: dict[tuple[str, str], Tensor]
-    """By detector and set; "inliers" is a set's name too."""
+    clean: Clean
     attacked: dict[tuple[str, str, str, int], Outcome]
     """By detector, attack key, set and rung."""
     pictures: list[Pictures]
@@ -96,7 +99,7 @@ def measure(job: Job, work: Work) -> Measured:
             for title in job.detectors
             for name, images in sets.items()
         }
-        payloads = [(piece, work.done(piece.key, partial(run_piece, job, piece))) for piece in pieces]
+        payloads = [(piece, work.done(piece.key, partial(run_piece, job, piece, clean))) for piece in pieces]
         pictures = [pictures_of(job, piece, payload) for piece, payload in payloads if "shown.found" in payload]
         for showcase in job.showcases:
             payload = work.done(f"picture | {showcase.plan.title}", partial(run_showcase, job, showcase))
@@ -169,7 +172,7 @@ def pieces_of(job: Job) -> Iterator[Piece]:
                         yield Piece(attack, side, name, range(first, min(first + job.batch_size, count)), who)
 
 
-def run_piece(job: Job, piece: Piece, seed: int) -> Payload:
+def run_piece(job: Job, piece: Piece, clean: Clean, seed: int) -> Payload:
     """One chunk attacked, and what was found scored again in float32 by every detector it is meant for."""
     images = job.inliers if piece.side == "in" else job.outliers[piece.set_name]
     start = images.x[piece.rows.start : piece.rows.stop].to(job.device)
@@ -183,7 +186,7 @@ def run_piece(job: Job, piece: Piece, seed: int) -> Payload:
         if piece.rows.start == 0 and piece.detector is None:
             payload |= shown(encoder_for(job, piece.attack.target), found, target)
     else:
-        found = run_score_attack(job, piece, start, seed)
+        found = run_score_attack(job, piece, start, clean, seed)
     judges = job.detectors if piece.detector is None else {piece.detector: job.detectors[piece.detector]}
     for number, rung in enumerate(found.rungs):
         payload[f"{number}.l2"], payload[f"{number}.linf"] = rung.distance("l2"), rung.distance("linf")
@@ -214,7 +217,7 @@ def run_collision(job: Job, piece: Piece, start: Tensor, target: Tensor, seed: i
     )
 
 
-def run_score_attack(job: Job, piece: Piece, start: Tensor, seed: int) -> Found:
+def run_score_attack(job: Job, piece: Piece, start: Tensor, clean: Clean, seed: int) -> Found:
     """The attack on a score or on the softmax that a piece asks for."""
     attack, ball = piece.attack, piece.attack.ball.ball()
     if piece.detector is None:
@@ -236,6 +239,7 @@ def run_score_attack(job: Job, piece: Piece, start: Tensor, seed: int) -> Found:
             "in" if piece.side == "in" else "out",
             attack.budget or "standard",
             others=other_side(job, piece).to(job.device),
+            stop=crossing(job, piece, clean) if attack.until == "crossed" else None,
             generator=seed,
         )
     push = evict if piece.side == "in" else admit
@@ -249,6 +253,15 @@ def run_score_attack(job: Job, piece: Piece, start: Tensor, seed: int) -> Found:
         restarts=attack.restarts,
         generator=seed,
     )
+
+
+def crossing(job: Job, piece: Piece, clean: Clean) -> float:
+    """The score beyond which an image has passed every clean one of the other side."""
+    if piece.detector is None:
+        raise ValueError(f"{piece.attack.title} attacks no detector's score")
+    if piece.side == "out":
+        return float(clean[piece.detector, INLIERS].min())
+    return max(float(clean[piece.detector, name].max()) for name in job.outliers)
 
 
 def other_side(job: Job, piece: Piece) -> Tensor:
