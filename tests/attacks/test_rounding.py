@@ -1,5 +1,6 @@
 """8-bit images inside the ball: properties for any image and ball, and examples worked out by hand."""
 
+from functools import partial
 from itertools import product
 
 import pytest
@@ -8,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gatecrash import L2, Ball, Linf, admit, collide, evict, worst_case
+from gatecrash import L2, Ball, Encoder, Linf, admit, collide, evict, worst_case
+from gatecrash.attacks import attack_mahalanobis, attack_softmax, score_to
 from gatecrash.attacks.rounding import Rounded, RoundedFound, to_8bit
-from gatecrash.detectors import Energy
+from gatecrash.detectors import Energy, Mahalanobis
 from gatecrash.objective import LowerScore
 from small_models import blank, one_thread, squares, trained_net  # noqa: F401
 
@@ -161,10 +163,14 @@ def test_the_l2_rounding_is_near_the_best_of_all_8_bit_images() -> None:
 @pytest.mark.parametrize("ball", [Linf([2.5 / 255, 1.5 / 255]), L2(0.1)], ids=str)
 def test_attacks_return_8_bit_images_when_asked_to(ball: Ball) -> None:
     detector, start, target = Energy(trained_net()), on_grid(blank(5)), squares(5)[0]
+    distance = Mahalanobis(Encoder(trained_net(), layer="hidden")).fit(squares(60, seed=7))
     attacks = {
         admit: (detector, start, ball),
         evict: (detector, on_grid(target), ball),
         collide: (trained_net(), start, target, ball),
+        score_to: (detector, start, float(detector.scores(target).mean()), ball),
+        partial(attack_softmax, side="in"): (trained_net(), on_grid(target), ball),
+        partial(attack_mahalanobis, side="out"): (distance, start, ball),
     }
     for attack, arguments in attacks.items():
         plain, found = (attack(*arguments, steps=10, eight_bit=eight_bit) for eight_bit in (False, True))
@@ -174,7 +180,7 @@ def test_attacks_return_8_bit_images_when_asked_to(ball: Ball) -> None:
             assert around.contains(rung.x, rung.start).all() and rung.rounding.inside.all()
             torch.testing.assert_close(rung.cost, rung.value - before.value)
             assert torch.equal(rung.success, rung.value < rung.start_value)
-            if attack is not collide:
+            if attack in (admit, evict, score_to):
                 torch.testing.assert_close(rung.score, detector(rung.x).detach())
         assert torch.equal(found.x, found.rungs[0].x)
 

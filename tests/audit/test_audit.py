@@ -367,6 +367,38 @@ def test_detectors_without_any_network_are_attacked_through_their_scores(tmp_pat
     assert results["manifest"]["networks"] == {"GlowLikelihood 0": hash_of(detector)}
 
 
+def test_attacks_of_a_plan_can_be_in_whole_grey_levels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    detector, seen = MSP(Encoder(trained_net(), layer="hidden")), []
+    scored = MSP.scores
+
+    def scores(self: MSP, x: torch.Tensor, batch_size: int = 100) -> torch.Tensor:
+        seen.append(x)
+        return scored(self, x, batch_size)
+
+    monkeypatch.setattr(MSP, "scores", scores)
+    ball = {"norm": "linf", "eps": 10.4 / 255}
+    attacks = [
+        {"name": "collide", "of": "logits", "ball": ball, "steps": 3},
+        {"name": "softmax", "ball": ball, "steps": 3},
+        {"name": "admit", "side": "both", "ball": ball, "steps": 3},
+        {"name": "worst_case", "budget": "quick", "ball": ball},
+    ]
+    both = [attack | {"eight_bit": bits} for attack in attacks for bits in (True, False)]
+    inliers, outliers = ((255 * x).round() / 255 for x in (squares(4)[0], blank(4)))
+    results = audit({"msp": detector}, inliers, {"blank": outliers}, out=tmp_path / "run", attacks=both)
+    names = {row["attack"] for row in results["rows"]}
+    assert names == {
+        "none",
+        *(
+            title + bits
+            for title in ("collide logits", "softmax", "admit + evict", "worst case, quick")
+            for bits in ("", ", 8 bit")
+        ),
+    }
+    whole = [bool(((255 * x) - (255 * x).round()).abs().max() < 1e-4) for x in seen[2:16]]
+    assert whole == [True, False, *([True] * 2 + [False] * 2) * 3]  # after the clean ones; a collision has one side
+
+
 def test_the_suite_can_leave_what_has_crossed_alone_and_no_auroc_is_another(tmp_path: Path) -> None:
     detector = MSP(Encoder(trained_net(), layer="hidden"))
     found = {}

@@ -27,6 +27,7 @@ def attack_mahalanobis(
     side: Literal["in", "out"],
     steps: int = 10,
     step: float = PIXEL,
+    eight_bit: bool = False,
     **options: Unpack[SearchOptions],
 ) -> Found:
     """Raise the Mahalanobis distances of inliers (side "in") or lower those of outliers (side "out").
@@ -43,6 +44,7 @@ def attack_mahalanobis(
         side: whether the images are inliers ("in") or outliers ("out").
         steps: steps per run.
         step: ξ, in pixels.
+        eight_bit: return a `RoundedFound`: images in whole grey levels inside the ball, and what that cost.
         **options: as for `search`; `stop` is a score without the input step.
 
     Returns:
@@ -56,7 +58,7 @@ def attack_mahalanobis(
     detector.require_fitted()
     options.setdefault("random_start", True)
     attack = evict if side == "in" else admit
-    found = attack(Unprocessed(detector), images, ball, steps=steps, stepper=Sign(step), **options)
+    found = attack(Unprocessed(detector), images, ball, steps=steps, stepper=Sign(step), eight_bit=eight_bit, **options)
     before = scores(detector, images, options.get("batch_size"))
     return found.with_measured(
         lambda rung: replace(rung, score=scores(detector, rung.x, options.get("batch_size")), start_score=before)

@@ -91,12 +91,13 @@ def score_to(
     *,
     steps: int = 100,
     stepper: Stepper | None = None,
+    eight_bit: bool = False,
     **options: Unpack[SearchOptions],
 ) -> Found:
     """Bring the score of images to a value, one for all or one per image.
 
     The objective is the squared distance of the score from the value, and `stop` is in its units. The default stepper
-    is annealed Adamax, which ends on the value itself rather than to either side of it.
+    is annealed Adamax, which ends on the value itself rather than to either side of it. `eight_bit` as for `admit`.
     """
     require_fitted(detector)
     check_images(start, "start")
@@ -106,7 +107,10 @@ def score_to(
         raise ValueError(f"value must be one number or of shape ({len(start)},), got {tuple(goal.shape)}")
     if not bool(goal.isfinite().all()):
         raise ValueError(f"value must be finite, got {float(goal[~goal.isfinite()].flatten()[0])}")
-    found = search(ScoreNear(detector, goal), start, ball, stepper=stepper or Adamax(), steps=steps, **options)
+    objective = ScoreNear(detector, goal)
+    found = search(objective, start, ball, stepper=stepper or Adamax(), steps=steps, **options)
+    if eight_bit:
+        found = in_8bit(found, ball, objective, stop=options.get("stop"), batch_size=options.get("batch_size"))
     before = scores(detector, start, options.get("batch_size"))
     return found.with_measured(
         lambda rung: replace(rung, score=scores(detector, rung.x, options.get("batch_size")), start_score=before)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from gatecrash.attacks.options import check_ball
 from gatecrash.attacks.registry import register
+from gatecrash.attacks.rounding import in_8bit
 from gatecrash.ball import Ball
 from gatecrash.encoder import as_encoder
 from gatecrash.found import Found
@@ -27,6 +28,7 @@ def attack_softmax(
     side: Literal["in", "out"],
     steps: int = 10,
     step: float = PIXEL,
+    eight_bit: bool = False,
     **options: Unpack[SearchOptions],
 ) -> Found:
     """Make a classifier unsure of inliers (side "in") or sure of outliers (side "out").
@@ -41,6 +43,7 @@ def attack_softmax(
         side: whether the images are inliers ("in") or outliers ("out").
         steps: steps per run.
         step: ξ, in pixels.
+        eight_bit: return a `RoundedFound`: images in whole grey levels inside the ball, and what that cost.
         **options: as for `search`.
     """
     if side not in ("in", "out"):
@@ -49,4 +52,7 @@ def attack_softmax(
     logits = as_encoder(network).at(None)
     objective = ToUniform(logits) if side == "in" else Entropy(logits)
     options.setdefault("random_start", True)
-    return search(objective, images, ball, stepper=Sign(step), steps=steps, **options)
+    found = search(objective, images, ball, stepper=Sign(step), steps=steps, **options)
+    if eight_bit:
+        found = in_8bit(found, ball, objective, stop=options.get("stop"), batch_size=options.get("batch_size"))
+    return found

@@ -222,6 +222,8 @@ class AttackPlan(Part):
     schedule: ScheduleName | None = None
     budget: Literal["quick", "standard", "thorough"] | None = None
     """For `worst_case`, which takes no steps, step or restarts: "standard" when not given."""
+    eight_bit: bool = False
+    """Whether what it finds is put into whole grey levels, inside the ball, before it is scored."""
     until: Literal["end", "crossed"] | None = None
     """For `worst_case`: "crossed" leaves an image alone once its score has passed every clean one of the other side,
     which is as wrong as AUROC can tell; "end", when not given, goes on for every image's strongest perturbation."""
@@ -278,6 +280,10 @@ class AttackPlan(Part):
     @property
     def title(self) -> str:
         """What it is called in tables."""
+        return f"{self._plain_title}, 8 bit" if self.eight_bit else self._plain_title
+
+    @property
+    def _plain_title(self) -> str:
         if self.name == "collide":
             return f"collide {self.target if isinstance(self.target, str) else '+'.join(self.target)}"
         if self.name == "worst_case":

@@ -214,6 +214,7 @@ def run_collision(job: Job, piece: Piece, start: Tensor, target: Tensor, seed: i
         schedule=attack.schedule or "cosine",
         restarts=attack.restarts,
         generator=seed,
+        eight_bit=attack.eight_bit,
     )
 
 
@@ -230,6 +231,7 @@ def run_score_attack(job: Job, piece: Piece, start: Tensor, clean: Clean, seed: 
             step=attack.step or PIXEL,
             restarts=attack.restarts,
             generator=seed,
+            eight_bit=attack.eight_bit,
         )
     if attack.name == "worst_case":
         return worst_case(
@@ -241,6 +243,7 @@ def run_score_attack(job: Job, piece: Piece, start: Tensor, clean: Clean, seed: 
             others=other_side(job, piece).to(job.device),
             stop=crossing(job, piece, clean) if attack.until == "crossed" else None,
             generator=seed,
+            eight_bit=attack.eight_bit,
         )
     push = evict if piece.side == "in" else admit
     stepper = None if attack.step is None else stepper_for(ball, attack.step)
@@ -252,6 +255,7 @@ def run_score_attack(job: Job, piece: Piece, start: Tensor, clean: Clean, seed: 
         stepper=stepper,
         restarts=attack.restarts,
         generator=seed,
+        eight_bit=attack.eight_bit,
     )
 
 
