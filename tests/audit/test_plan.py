@@ -87,6 +87,7 @@ def test_the_examples_fit_the_schema_and_survive_being_written(name: str) -> Non
         (changed("seed", to=-1), "seed: input should be greater than or equal to 0"),
         (changed("attacks", 0, "step", to=0), "attacks.0.step: input should be greater than 0"),
         (changed("attacks", 0, "budget", to="quick"), "budget is for worst_case; collide takes steps"),
+        (changed("attacks", 0, to={"name": "worst_case", "until": "crossed", "eight_bit": True, "ball": {"norm": "l2", "eps": 1}}), "rounding to 8 bit may undo$"),
         (changed("attacks", 0, "until", to="crossed"), "until is for worst_case; collide does not take it"),
         (changed("attacks", 0, to={"name": "worst_case", "steps": 3, "ball": {"norm": "l2", "eps": 1}}), "steps is not for worst_case"),
         (changed("model", "size", to=10**9), "model.size: input should be less than or equal to 8192"),

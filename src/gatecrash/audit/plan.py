@@ -256,6 +256,8 @@ class AttackPlan(Part):
             raise ValueError(f"budget is for worst_case; {self.name} takes steps and restarts")
         elif self.until is not None:
             raise ValueError(f"until is for worst_case; {self.name} does not take it")
+        if self.until == "crossed" and self.eight_bit:
+            raise ValueError("until: crossed ends where an image has just crossed, which rounding to 8 bit may undo")
         natural = SIDES[self.name]
         if self.side is not None and self.side not in natural:
             raise ValueError(f"side of {self.name} must be one of {', '.join(natural)}, got {self.side!r}")
