@@ -14,7 +14,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -65,20 +65,6 @@ def continued_in_eps(setting: Setting, evaluations: int) -> Tensor:
     half = gate.L2(setting.eps / 2)
     near = gate.collide(setting.latent, setting.start, setting.target, half, steps=first - 1).x
     return moved(setting, evaluations - first, first=near)
-
-
-def from_neighbours(setting: Setting, evaluations: int) -> Tensor:
-    """Every other target as ever; the rest begin with the perturbation that led to the nearest of those."""
-    with torch.no_grad():
-        z = torch.cat([setting.latent(part) for part in setting.target.split(50)])  # type: ignore[misc]
-    rows = torch.arange(len(z), device=z.device)
-    before, after = rows[::2], rows[1::2]
-    x = setting.start.clone()
-    x[before] = moved(replace(setting, start=x[before], target=setting.target[before]), evaluations)
-    nearest = before[torch.cdist(z[after], z[before]).argmin(dim=1)]
-    first = (x[after] + x[nearest] - setting.start[nearest]).clamp(0, 1)
-    x[after] = moved(replace(setting, start=x[after], target=setting.target[after]), evaluations, first=first)
-    return x
 
 
 def scaled_coordinates(setting: Setting, evaluations: int) -> Tensor:
@@ -171,7 +157,7 @@ WAYS: dict[str, Way] = {
     "earlier layer first": earlier_layers_first,
     "scaled coordinates": scaled_coordinates,
     "half the radius first": continued_in_eps,
-    "half of them from neighbours": from_neighbours,
+    "half of them from neighbours": lambda s, n: moved(s, n, neighbours=True),
 }
 
 

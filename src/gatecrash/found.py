@@ -88,3 +88,12 @@ def joined(parts: list[Found]) -> Found:
         else None,
         lower_rungs=tuple(joined([part.lower_rungs[i] for part in parts]) for i in range(len(parts[0].lower_rungs))),
     )
+
+
+def reordered(found: Found, order: Tensor) -> Found:
+    """The same samples in another order."""
+    parts = {name: part[order] for name, part in vars(found).items() if isinstance(part, Tensor)}
+    way = found.trajectory
+    trajectory = None if way is None else Trajectory(way.value[:, order], way.l2[:, order], way.linf[:, order])
+    rungs = tuple(reordered(rung, order) for rung in found.lower_rungs)
+    return replace(found, **parts, trajectory=trajectory, lower_rungs=rungs)

@@ -153,3 +153,48 @@ def test_bad_input_is_refused() -> None:
     target[2:] = 0
     with pytest.raises(ValueError, match="output has NaN or infinity, first in batch 1"):
         collide(broken, start, target, L2(1.0), batch_size=2)
+
+
+class Curved(nn.Module):
+    """z = tanh(W x), on which a few steps do not lead far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = LinearEncoder(latent=20)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(3 * self.linear(x))
+
+
+@pytest.mark.parametrize("ball", [L2(2.5), Linf([0.6, 0.3])])
+def test_the_rest_begins_where_the_nearest_of_the_others_ended(ball: Ball) -> None:
+    encoder, (start, some) = Curved(), pair(5)
+    noise = 1e-3 * torch.randn(some.shape, generator=torch.Generator().manual_seed(2))
+    twins = (some.flip(0) + noise).clamp(0, 1)
+    target = torch.stack([some, twins], dim=1).flatten(0, 1)  # every other one a twin of another
+    begin = start[:1]
+    apart, found = (collide(encoder, begin, target, ball, steps=8, neighbours=warm) for warm in (False, True))
+    for rung in found.rungs:
+        assert rung.mape is not None and torch.equal(rung.start, begin.expand_as(target))
+        error = (encoder(rung.x) - encoder(target)).detach()
+        torch.testing.assert_close(rung.value, error.square().sum(dim=1))
+    assert torch.equal(found.evaluations, apart.evaluations) and torch.equal(found.steps, apart.steps)
+    assert (found.value[1::2] < apart.value[1::2]).all()
+    assert found.value[1::2].mean() < 0.85 * apart.value[1::2].mean()
+    again = collide(encoder, begin, target[::2], ball, steps=8)
+    assert torch.equal(found.x[::2], again.x)
+
+
+def test_neighbours_take_stops_and_trajectories_of_their_own() -> None:
+    encoder, (start, target) = Curved(), pair(7)
+    free = collide(encoder, start, target, L2(2.5), steps=20, neighbours=True, record=True)
+    assert free.trajectory is not None
+    torch.testing.assert_close(free.trajectory.value[-1], free.value)
+    torch.testing.assert_close(free.trajectory.l2[-1], free.distance("l2"))
+    stop = torch.where(torch.arange(7) % 3 == 0, 1.1 * free.value, 0.0)
+    found = collide(encoder, start, target, L2(2.5), steps=20, neighbours=True, stop=stop)
+    assert found.success[::3].all() and not found.success[1::3].any() and not found.success[2::3].any()
+    one = collide(encoder, start[:1], target[:1], L2(2.5), steps=20, neighbours=True)
+    assert torch.equal(one.x, collide(encoder, start[:1], target[:1], L2(2.5), steps=20).x)
+    with pytest.raises(ValueError, match="leave out `first`"):
+        collide(encoder, start, target, L2(2.5), neighbours=True, first=start)

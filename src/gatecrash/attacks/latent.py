@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Unpack
 
 import torch
 from torch import Tensor, nn
 
+from gatecrash.attacks.neighbours import in_two_turns
 from gatecrash.attacks.options import check_ball
 from gatecrash.attacks.registry import register
 from gatecrash.attacks.rounding import in_8bit
@@ -17,7 +19,7 @@ from gatecrash.found import Found
 from gatecrash.images import check_images, check_pair
 from gatecrash.metrics import mape
 from gatecrash.objective import MatchLatent
-from gatecrash.protocols import Encoder, Latent, Stepper, detached, joined, leaves
+from gatecrash.protocols import Encoder, Latent, Stepper, detached, joined, leaves, rows_of
 from gatecrash.search import SearchOptions, search
 from gatecrash.stepper import Adamax, ScheduleName
 
@@ -33,6 +35,7 @@ def collide(
     step: float | None = None,
     schedule: ScheduleName = "cosine",
     stepper: Stepper | None = None,
+    neighbours: bool = False,
     eight_bit: bool = False,
     **options: Unpack[SearchOptions],
 ) -> Found:
@@ -52,6 +55,8 @@ def collide(
         step: α; None is ε/100.
         schedule: how the step shrinks.
         stepper: another way to move; then `step` and `schedule` say nothing.
+        neighbours: search for every other sample first, and for the rest from the perturbation that led to the nearest
+            of those targets, which comes a few percent closer; what is found for a sample then depends on the others.
         eight_bit: return a `RoundedFound`: images in whole grey levels inside the ball, and what that cost.
         **options: as for `search`.
 
@@ -74,19 +79,37 @@ def collide(
     goal = latents(network, target, options.get("batch_size"))
     options.setdefault("random_start", True)
     objective = MatchLatent(network, goal)
-    found = search(
-        objective,
-        start,
-        ball,
-        stepper=stepper or Adamax(step, schedule, straight=0 if schedule == "constant" else 0.5),
-        steps=steps,
-        **options,
-    )
+    stepper = stepper or Adamax(step, schedule, straight=0 if schedule == "constant" else 0.5)
+    if neighbours:
+        if options.get("first") is not None:
+            raise ValueError("with neighbours=True the first points come from there; leave out `first`")
+        found = in_two_turns(partial(_some, network, goal, start, ball, stepper, steps, options), start, goal)
+    else:
+        found = search(objective, start, ball, stepper=stepper, steps=steps, **options)
     if eight_bit:
         found = in_8bit(found, ball, objective, stop=options.get("stop"), batch_size=options.get("batch_size"))
     return found.with_measured(
         lambda rung: replace(rung, mape=mape(latents(network, rung.x, options.get("batch_size")), goal))
     )
+
+
+def _some(
+    network: Encoder,
+    goal: Latent,
+    start: Tensor,
+    ball: Ball,
+    stepper: Stepper,
+    steps: int,
+    options: SearchOptions,
+    rows: Tensor,
+    first: Tensor | None,
+) -> Found:
+    """The search for some of the samples."""
+    own, stop = options.copy(), options.get("stop")
+    own["first"] = first
+    if isinstance(stop, Tensor) and stop.ndim == 1:
+        own["stop"] = stop.to(rows.device)[rows]
+    return search(MatchLatent(network, rows_of(goal, rows)), start[rows], ball, stepper=stepper, steps=steps, **own)
 
 
 def latents(encoder: Encoder, x: Tensor, batch_size: int | None) -> Latent:
