@@ -174,7 +174,7 @@ def collide(data: Path, options: argparse.Namespace) -> Results:
         for steps in options.tries
     ]
     for steps, precision, far, schedule in [*tries, (options.tries[-1], "float32", 0.0, options.schedules[0])]:
-        play.FAR = far
+        play.FAR = play.FAR_ANNEALED = far
         times = []
         for _ in range(3):  # the first prepares and compiles
             began = now()
@@ -222,7 +222,7 @@ def throughput(data: Path, options: argparse.Namespace) -> Results:
             return pgd_by_hand(model, x, labels, steps)
 
         def ours(precision: Any, steps: int, x: Tensor = x, target: Tensor = target, far: float = 0.0) -> object:
-            play.FAR = far
+            play.FAR = play.FAR_ANNEALED = far
             return gate.collide(encoder, x, target, gate.L2(EPS), steps=steps, precision=precision)
 
         def ours_pgd(precision: Any, steps: int, x: Tensor = x, labels: Tensor = labels, far: float = 0.0) -> object:
@@ -516,7 +516,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000, help="of the recipe that is to be beaten")
     parser.add_argument("--tries", type=int, nargs="*", default=[54, 55, 56, 58], help="steps that may beat it")
     parser.add_argument("--schedules", nargs="*", default=["linear"], help="of their size, likewise")
-    parser.add_argument("--far", type=float, nargs="*", default=[play.FAR], help="shares of them in half precision")
+    parser.add_argument(
+        "--far", type=float, nargs="*", default=[play.FAR_ANNEALED], help="shares of them in half precision"
+    )
     parser.add_argument("--batch", type=int, default=250)
     parser.add_argument("--batches", type=int, nargs="*", default=[64, 512])
     parser.add_argument("--length", type=int, default=100, help="steps of a run of the throughput, and of agree")

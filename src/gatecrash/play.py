@@ -17,10 +17,21 @@ from gatecrash.objective import name_of
 from gatecrash.portions import Evaluation, Portions
 from gatecrash.progress import Bar
 from gatecrash.protocols import Objective, State, Stepper, Walk
-from gatecrash.speed import Pace, at_pace, current_pace
+from gatecrash.speed import Pace, at_pace, current_pace, full_float32
+from gatecrash.stepper import Adamax
 
-FAR = 0.95
-"""The share of a mixed run, at its beginning, that is evaluated in half precision."""
+FAR, FAR_ANNEALED = 0.7, 0.97
+"""The share of a mixed run, at its beginning, that is evaluated in half precision at most; of one with shrinking steps,
+which need less of an end in float32, the second."""
+
+DOUBTS = (0.25, 0.5, 0.75)
+"""Where in a mixed run a few samples are evaluated in float32 too, to see whether half precision is still of use."""
+
+FEW = 32
+"""So many of them."""
+
+ROUGH = 0.03
+"""How far apart the two values may be, as a share of them: from there on rounding is what leads the search."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +54,14 @@ class Settings:
 
     @property
     def far(self) -> int:
-        """The steps of a run that are evaluated in half precision."""
-        return int(FAR * self.steps) if self.half else 0
+        """The steps of a run that are evaluated in half precision at most."""
+        share = FAR_ANNEALED if isinstance(self.stepper, Adamax) else FAR
+        return int(share * self.steps) if self.half else 0
 
-    def pace(self, step: int) -> Pace:
-        """The pace at which a step is evaluated."""
-        return "plain" if not self.mixed else "half" if step < self.far else "prepared"
+    @property
+    def doubts(self) -> set[int]:
+        """The steps before which half precision is doubted."""
+        return {int(share * self.steps) for share in DOUBTS} - {0} if self.half else set()
 
 
 @dataclass
@@ -148,6 +161,7 @@ def run_from(
     if left is not None:
         project = settings.ball.projection(play.centre)
     state: State = {}
+    far, doubts = settings.far, settings.doubts
     drawn: dict[int, Tensor] = {}  # the generator's state before the numbers of every step since the last look
 
     def draw(kind: Callable[..., Tensor]) -> Tensor:
@@ -158,9 +172,12 @@ def run_from(
 
     normal, uniform = partial(draw, torch.randn), partial(draw, torch.rand)
 
+    def pace() -> Pace:
+        return "plain" if not settings.mixed else "half" if step < far else "prepared"
+
     def try_out(points: Tensor) -> Tensor:
         play.evaluations += play.count
-        return evaluate(settings, points, play.rows, settings.pace(step))[0]
+        return evaluate(settings, points, play.rows, pace())[0]
 
     for step in range(settings.steps + 1):
         last = step == settings.steps
@@ -168,10 +185,12 @@ def run_from(
             play.take(x, play.value, settings.keep)
             bar.advance()
             break
-        if 0 < step == settings.far:
+        if step in doubts and step < far and _is_rough(settings, play):
+            far = step
+        if 0 < step == far:
             _restate(play, state, try_out(play.x))
         with_gradient = settings.stepper.needs_gradient and not last
-        value, gradient = evaluate(settings, x, play.rows, settings.pace(step), with_gradient)
+        value, gradient = evaluate(settings, x, play.rows, pace(), with_gradient)
         if held.start_value is None:
             check_start_value(settings.objective, value, rows)
             held.start_value = value
@@ -210,12 +229,13 @@ def run_from(
                 play = play.only(going)
                 project = settings.ball.projection(play.centre)
             drawn.clear()
-        with at_pace(settings.pace(step)) if settings.mixed else nullcontext():
+        with at_pace(pace()) if settings.mixed else nullcontext():
             moved = settings.stepper.move(walk, state)
             x = project(moved if _is_new(moved, walk, state) else moved.clone()).detach()
         play.steps += play.count
     if settings.mixed:
-        play.value, _ = evaluate(settings, play.x, play.rows)
+        with full_float32():
+            play.value, _ = evaluate(settings, play.x, play.rows)
         play.evaluations += 1
     _settle(held, play, settings.steps)
     return held
@@ -266,6 +286,17 @@ def _going(settings: Settings, play: Play, limit: Tensor, start_value: Tensor) -
         going[seem] = value > limit[seem]
         play.value[seem] = torch.where(going[seem], play.value[seem], value)
     return going
+
+
+def _is_rough(settings: Settings, play: Play) -> bool:
+    """Whether half precision is too rough for the values that have been reached, by a look at some samples."""
+    few = slice(0, FEW)
+    value, _ = evaluate(settings, play.x[few], play.rows[few], "prepared")
+    seen = torch.zeros_like(play.rows)
+    seen[few] = 1
+    play.evaluations = play.evaluations + seen
+    apart = (value - play.value[few]).abs() / value.abs().clamp_min(torch.finfo(value.dtype).tiny)
+    return bool(apart.nan_to_num(torch.inf).median() > ROUGH)
 
 
 def _restate(play: Play, state: State, value: Tensor) -> None:

@@ -81,6 +81,11 @@ def full_float32() -> Iterator[None]:
             part.allow_tf32 = True
 
 
+def is_exact() -> bool:
+    """Whether float32 on a GPU is float32 here, with nothing rounded to TF32."""
+    return not (rounds(torch.backends.cudnn) or rounds(torch.backends.cuda.matmul))
+
+
 def rounds(part: Any) -> bool:
     """Whether a part of torch's GPU code rounds float32 to TF32."""
     try:

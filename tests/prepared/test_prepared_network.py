@@ -176,8 +176,17 @@ def test_no_graph_is_launched_while_the_gradient_of_another_is_still_to_come(mon
         abandoned = first(x)
         assert launched[2:] == ["reduce-overhead", "reduce-overhead"]
         del abandoned
-        first(x)
-    assert launched[4:] == ["reduce-overhead"]
+        again = first(x).sum()  # type: ignore[union-attr]
+        torch.autograd.grad(again, x, retain_graph=True)
+        second(x)
+        assert launched[4:] == ["reduce-overhead", None]
+        torch.autograd.grad(again, x)
+        (slope,) = torch.autograd.grad(first(x).square().sum(), x, create_graph=True)  # type: ignore[union-attr]
+        second(x)
+        torch.autograd.grad(slope.sum(), x)
+        del slope, again
+        second(x)
+    assert launched[6:] == ["reduce-overhead", None, "reduce-overhead"]
 
 
 def test_a_gradient_out_of_a_graph_is_a_copy() -> None:

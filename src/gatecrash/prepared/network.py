@@ -129,10 +129,11 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None, None]:
         (x,) = ctx.saved_tensors  # raises for a second gradient of a graph that was not kept
-        ctx.wait = None
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()  # retain_graph=True
+        if not keep:
+            ctx.wait = None
         if torch.is_grad_enabled():  # create_graph=True
             return gradient_of(ctx.plain(x.clone()), x, gradients, create_graph=True), None, None
-        keep = torch._C._autograd._get_current_graph_task_keep_graph()  # retain_graph=True
         try:
             with several_gradients():
                 found = gradient_of(ctx.outputs, ctx.leaf, gradients, retain_graph=keep)

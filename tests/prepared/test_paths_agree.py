@@ -1,0 +1,71 @@
+"""The fast path of a search comes to what the plain one comes to, on real pictures and a trained network.
+
+The copies are those that a GPU gets, folded and in bf16, but uncompiled and on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+import gatecrash as gate
+from gatecrash.data import load_source
+from gatecrash.encoder import Encoder
+from gatecrash.metrics import auroc
+from gatecrash.networks import PRETRAINED
+from gatecrash.prepared import facts, preparing
+
+COUNT = 40
+
+
+def pictures(name: str) -> Tensor:
+    """Some of a source's images, as the network of the demo takes them."""
+    return load_source(name, limit=COUNT, channels=1, size=56).x
+
+
+@pytest.fixture(scope="module")
+def encoder() -> Encoder:
+    """The demo's network."""
+    return Encoder(PRETRAINED["fashion_small_cnn"].load(), mean=(0.2869,), std=(0.3377,))
+
+
+def both_ways(run: Callable[[Any], Any], encoder: Encoder) -> tuple[Any, Any]:
+    """What a search comes to on the plain path and on the fast one."""
+    plain = run("float32")
+    with preparing(devices=("cpu",), compile_after=None):
+        fast = run("mixed")
+        assert {fact.get("precision") for fact in facts(encoder.model)} >= {"torch.bfloat16", "torch.float32"}
+    return plain, fast
+
+
+@pytest.mark.parametrize(("layer", "eps"), [(None, 5.0), ("latent", 5.0), ("latent", 0.7)])
+def test_collisions_come_as_close(encoder: Encoder, layer: str | None, eps: float) -> None:
+    """Where they meet almost exactly, and where the ball is too small for that."""
+    f = encoder.at(layer)
+    start, target = pictures("noise"), pictures("fashion:test")
+
+    def run(precision: Any) -> gate.Found:
+        return gate.collide(f, start, target, gate.L2(eps), steps=100, precision=precision)
+
+    plain, fast = both_ways(run, f)
+    assert fast.mape.median() <= 1.05 * plain.mape.median() + 1e-4
+    assert (fast.mape < 1e-2).all() == (plain.mape < 1e-2).all()
+
+
+@pytest.mark.parametrize("ball", [gate.Linf(4 / 255), gate.L2(0.6)], ids=str)
+@pytest.mark.parametrize("kind", [gate.detectors.MSP, gate.detectors.Energy])
+def test_detectors_break_as_far(encoder: Encoder, kind: Any, ball: gate.Ball) -> None:
+    detector, inliers, outliers = kind(encoder), pictures("fashion:test"), pictures("digits")
+
+    def run(precision: Any) -> float:
+        out = gate.evict(detector, inliers, ball, steps=50, precision=precision)
+        into = gate.admit(detector, outliers, ball, steps=50, precision=precision)
+        return auroc(detector.scores(out.x), detector.scores(into.x))
+
+    plain, fast = both_ways(run, encoder)
+    clean = auroc(detector.scores(inliers), detector.scores(outliers))
+    assert 0 < plain < clean - 0.3
+    assert plain - 0.01 <= fast <= plain + 0.002  # as strong; a little luck is either path's
