@@ -373,7 +373,7 @@ def agree(data: Path, options: argparse.Namespace) -> Results:
 def audit(data: Path, options: argparse.Namespace) -> Results:
     """A two-sided audit of five detectors, and what of its time is the network's own: that of its passes, alone.
 
-    `attack_share` is that of the passes of the attacks only, without those of clean scores and checks.
+    `attack_share` is that of the gradients of whole batches, which only the attacks take.
     """
     model = densenet(data)
     encoder, features = gate.Encoder(model, **CIFAR), gate.Encoder(model, "avgpool", **CIFAR)
@@ -407,9 +407,8 @@ def audit(data: Path, options: argparse.Namespace) -> Results:
     print(f"{seconds:.1f} s, {passes.total()} passes of {len(passes)} kinds", flush=True)
     alone = {kind: pass_seconds(model, inliers, kind) for kind in passes}
     own = sum(count * alone[kind] for kind, count in passes.items())
-    attacks = sum(samples.values()) + samples["odin"]  # ODIN's step is a pass of its own
     size = min(options.batch_audit, len(inliers))
-    attacking = attacks / size * pass_seconds(model, inliers, (size, True, torch.float32, True))
+    attacking = sum(count * alone[kind] for kind, count in passes.items() if kind[:2] == (size, True))
     yield {
         "inliers": len(inliers),
         "outliers": len(outliers),
