@@ -24,13 +24,13 @@ FAR, FAR_ANNEALED = 0.7, 0.97
 """The share of a mixed run, at its beginning, that is evaluated in half precision at most; of one with shrinking steps,
 which need less of an end in float32, the second."""
 
-DOUBTS = (0.25, 0.5, 0.75)
+DOUBTS = (0.5, 0.75)
 """Where in a mixed run a few samples are evaluated in float32 too, to see whether half precision is still of use."""
 
-FEW = 32
-"""So many of them."""
+FEW = 16
+"""So many of them: too few for code to be compiled for."""
 
-ROUGH = 0.03
+ROUGH = 0.02
 """How far apart the two values may be, as a share of them: from there on rounding is what leads the search."""
 
 
