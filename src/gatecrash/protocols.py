@@ -117,6 +117,11 @@ def joined(parts: list[Latent]) -> Latent:
     return tuple(joined([part[i] for part in parts]) for i in range(len(first)))
 
 
+def as_vectors(z: Latent) -> Tensor:
+    """A latent as one vector per sample, (B, D)."""
+    return torch.cat([leaf.flatten(1) for leaf in leaves(z)], dim=1)
+
+
 def leaves(z: Latent) -> list[Tensor]:
     """The tensors of a latent in order."""
     return [z] if isinstance(z, Tensor) else [leaf for part in z for leaf in leaves(part)]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gatecrash.found import Found, joined, reordered
-from gatecrash.protocols import Latent, leaves, rows_of
+from gatecrash.protocols import Latent, as_vectors, rows_of
 
 PORTION = 512
 """Targets that are compared with those of the first turn at once."""
@@ -35,5 +35,5 @@ def in_two_turns(run: Callable[[Tensor, Tensor | None], Found], start: Tensor, g
 
 def nearest_of(some: Latent, others: Latent) -> Tensor:
     """For every latent the row of the nearest of the others, (B,)."""
-    one, other = (torch.cat([leaf.flatten(1) for leaf in leaves(z)], dim=1) for z in (some, others))
+    one, other = as_vectors(some), as_vectors(others)
     return torch.cat([torch.cdist(part, other).argmin(dim=1) for part in one.split(PORTION)])

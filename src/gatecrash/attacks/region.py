@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from gatecrash.encoder import Encoder, evaluating, first_tensor
-from gatecrash.protocols import leaves
+from gatecrash.protocols import as_vectors
 
 ENTRIES = 2**29
 """The most entries a matrix may have here: 4 GiB in float64."""
@@ -270,7 +270,7 @@ def _not_affine(name: str, module: nn.Module) -> str:
 def latent_of(network: nn.Module, x: Tensor) -> Tensor:
     """The latent of a batch as vectors (B, K), in eval mode."""
     if isinstance(network, Encoder):
-        return torch.cat([leaf.flatten(1) for leaf in leaves(network(x))], dim=1)
+        return as_vectors(network(x))
     parameter = next((p for p in network.parameters() if p.is_floating_point()), x)
     with evaluating(network):
         return first_tensor(network(x.to(parameter.dtype)), type(network).__name__).flatten(1)

@@ -21,7 +21,7 @@ from gatecrash.attacks.surrogates import SURROGATES, logits_read, unprocessed
 from gatecrash.ball import Ball
 from gatecrash.found import Found
 from gatecrash.objective import squared_difference
-from gatecrash.protocols import Detector, Latent, Objective, Stepper, leaves, rows_of
+from gatecrash.protocols import Detector, Latent, Objective, Stepper, as_vectors, rows_of
 from gatecrash.search import search
 from gatecrash.stepper import Adamax, Apgd, Square, choose
 
@@ -376,6 +376,5 @@ def repeats_itself(detector: Detector, images: Tensor, batch_size: int | None) -
 
 def nearest_latents(own: Latent, theirs: Latent, nearest: int) -> Latent:
     """For every latent the n-th nearest of the others."""
-    flat = [torch.cat([leaf.flatten(1) for leaf in leaves(z)], dim=1) for z in (own, theirs)]
-    order = torch.cdist(flat[0], flat[1]).argsort(dim=1)
+    order = torch.cdist(as_vectors(own), as_vectors(theirs)).argsort(dim=1)
     return rows_of(theirs, order[:, nearest % order.shape[1]])

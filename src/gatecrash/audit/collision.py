@@ -16,10 +16,10 @@ from gatecrash.audit.job import load_images
 from gatecrash.audit.manifest import pick_device
 from gatecrash.audit.models import completed, load_model
 from gatecrash.audit.plan import BallPlan, ModelPlan, SourcePlan
-from gatecrash.audit.run import flattened
 from gatecrash.ball import distance
 from gatecrash.encoder import Encoder
 from gatecrash.files import replacing, write_text
+from gatecrash.protocols import as_vectors
 
 if TYPE_CHECKING:
     import altair as alt
@@ -87,7 +87,7 @@ def collide_sources(
     ]
     write_chart(out / "mape.png", mape_chart([pair.mape for pair in pairs]))
     with torch.no_grad():
-        latents = [flattened(encoder(x[:1]))[0] for x in (targets, found.x)]
+        latents = [as_vectors(encoder(x[:1]))[0] for x in (targets, found.x)]
     write_chart(out / "latents.png", latents_chart(latents[0], latents[1], pairs[0].mape))
     write_text(out / "collisions.json", json.dumps([asdict(pair) for pair in pairs], indent=1) + "\n")
     return pairs

@@ -24,7 +24,7 @@ from gatecrash.encoder import Encoder
 from gatecrash.found import Found
 from gatecrash.progress import progress
 from gatecrash.protocols import Encoder as EncoderLike
-from gatecrash.protocols import Latent, leaves
+from gatecrash.protocols import as_vectors
 
 SHOWN = 3
 """Collisions per attack and set of outliers that the report shows."""
@@ -292,14 +292,9 @@ def shown(encoder: Encoder, found: Found, target: Tensor) -> Payload:
     few = slice(0, SHOWN)
     images = {"target": target[few], "start": found.start[few], "found": found.x[few]}
     with torch.no_grad():
-        latents = {f"z_{name}": flattened(encoder(x)) for name, x in images.items()}
+        latents = {f"z_{name}": as_vectors(encoder(x)) for name, x in images.items()}
     mape = {} if found.mape is None else {"mape": found.mape[few]}
     return {f"shown.{name}": tensor for name, tensor in {**images, **latents, **mape}.items()}
-
-
-def flattened(z: Latent) -> Tensor:
-    """A latent as one vector per sample, (B, D)."""
-    return torch.cat([leaf.flatten(1) for leaf in leaves(z)], dim=1)
 
 
 def run_showcase(job: Job, showcase: Showcase, seed: int) -> Payload:

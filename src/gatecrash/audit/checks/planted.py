@@ -10,9 +10,8 @@ from torch import Tensor
 from gatecrash.attacks.latent import latents
 from gatecrash.audit.checks.evidence import Effort, Evidence, spread_rows
 from gatecrash.audit.checks.registry import Finding, check, counted, per_attack
-from gatecrash.audit.run import flattened
 from gatecrash.ball import Ball
-from gatecrash.protocols import Encoder
+from gatecrash.protocols import Encoder, as_vectors
 from gatecrash.search import generator_for, search
 
 IMAGES = 32
@@ -106,7 +105,7 @@ class Trap:
 
     def __call__(self, x: Tensor, rows: Tensor) -> Tensor:
         """The readout of every image, (B,): low is inlier."""
-        return self.read(flattened(self.encode(x)), rows)
+        return self.read(as_vectors(self.encode(x)), rows)
 
     def read(self, z: Tensor, rows: Tensor) -> Tensor:
         """The readout of latents (B, D)."""
@@ -117,7 +116,7 @@ class Trap:
         rows = torch.arange(len(start), device=start.device)
         hit = torch.zeros(len(start), dtype=torch.bool, device=start.device)
         for x in random_points(start, ball, FRESH, seed):
-            hit |= self.read(flattened(latents(self.encode, x, batch_size)), rows) <= self.threshold
+            hit |= self.read(as_vectors(latents(self.encode, x, batch_size)), rows) <= self.threshold
         return float(hit.float().mean())
 
 
@@ -128,10 +127,10 @@ def plant(encode: Encoder, images: Tensor, ball: Ball, seed: int, batch_size: in
     others. In D dimensions that exists for D others in general position, but swings so widely that other points of
     the ball are below −1 as well; so there are at most D / 2 of them.
     """
-    start = flattened(latents(encode, images, batch_size))
+    start = as_vectors(latents(encode, images, batch_size))
     others = max(1, min(AROUND, start.shape[1] // 2))
     points = [*random_points(images, ball, others - 1, seed), corner(images, ball, seed)]
-    z = torch.stack([start, *(flattened(latents(encode, x, batch_size)) for x in points)], dim=1).cpu().double()
+    z = torch.stack([start, *(as_vectors(latents(encode, x, batch_size)) for x in points)], dim=1).cpu().double()
     centre = z[:, 0]
     spread = (z - centre[:, None]).square().mean(dim=1).sqrt()
     noise = 10 * torch.finfo(start.dtype).eps * centre.abs()
