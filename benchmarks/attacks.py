@@ -18,6 +18,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -65,19 +66,23 @@ class Setting:
         self.features = gate.Encoder(trunk, **CIFAR)
         self.resnet_features = gate.Encoder(made(trunk_of(resnet)), **IMAGENET)
         kinds = gate.detectors
-        self.detectors = {
+        self.fitted = {
             "msp": kinds.MSP(self.logits),
             "energy": kinds.Energy(self.logits),
             "mahalanobis": kinds.Mahalanobis(self.features).fit(self.train),
             "rmd": kinds.RelativeMahalanobis(self.features).fit(self.train),
             "odin": kinds.ODIN(self.logits, temperature=1000.0, magnitude=0.0014),
         }
-        second = {
-            "mahalanobis": kinds.Mahalanobis(self.resnet_features).fit(self.train),
-            "rmd": kinds.RelativeMahalanobis(self.resnet_features).fit(self.train),
-        }
-        self.ensembles = {
-            f"{name}, two networks": kinds.ScoreEnsemble([self.detectors[name], other])
+        self.detectors = self.fitted
+        """Those of the part that is run."""
+
+    @cached_property
+    def ensembles(self) -> dict[str, Any]:
+        """Both Mahalanobis kinds on two networks, made where they are asked for."""
+        kinds, features = gate.detectors, self.resnet_features
+        second = {"mahalanobis": kinds.Mahalanobis(features), "rmd": kinds.RelativeMahalanobis(features)}
+        return {
+            f"{name}, two networks": kinds.ScoreEnsemble([self.fitted[name], other.fit(self.train)])
             for name, other in second.items()
         }
 
@@ -107,7 +112,7 @@ class Compiled(Filled):
     """The network as torch.compile makes it."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__(model, sizes=(128, 512))
+        super().__init__(model, sizes=(32, 128, 512))
         torch._dynamo.config.cache_size_limit = 16
         self.fast = torch.compile(self.model, dynamic=False)
 
@@ -291,8 +296,9 @@ def smallest(setting: Setting) -> Results:
     table = []
     for name, detector in setting.detectors.items():
         detector.calibrate(setting.inliers)
-        for side, images in (("out", setting.outliers["gtsrb_test"]), ("in", setting.inliers)):
-            for norm in ("linf", "l2"):
+        for side in setting.options.sides:
+            images = setting.outliers["gtsrb_test"] if side == "out" else setting.inliers
+            for norm in setting.options.norms:
                 began = time.monotonic()
                 found = minimal(detector, images, norm, float(detector.threshold), side=side)
                 table.append(
@@ -428,6 +434,8 @@ def main() -> None:
     )
     parser.add_argument("--budget", default="standard", choices=["quick", "standard", "thorough"], help="of the suite")
     parser.add_argument("--steps", type=int, default=100, help="of the collisions")
+    parser.add_argument("--sides", nargs="*", default=["out", "in"], choices=["out", "in"], help="of minimal")
+    parser.add_argument("--norms", nargs="*", default=["linf", "l2"], choices=["linf", "l2"], help="likewise")
     parser.add_argument("--fit", type=int, default=8000)
     parser.add_argument("--speed", default="plain", choices=SPEEDS)
     parser.add_argument("--tag", default="")
@@ -437,13 +445,12 @@ def main() -> None:
     began = time.monotonic()
     setting = Setting(options, device)
     print(f"networks, images and fitted detectors: {time.monotonic() - began:.1f} s", flush=True)
-    everything = setting.detectors
     options.out.mkdir(parents=True, exist_ok=True)
     for said in options.parts.split(","):
         start = time.monotonic()
         part, _, names = said.partition(":")
         chosen = names.split("+") if names else []
-        setting.detectors = {name: everything[name] for name in chosen or everything}
+        setting.detectors = {name: setting.fitted[name] for name in chosen or setting.fitted}
         for result in paced(PARTS[part](setting), options.speed):
             seconds = time.monotonic() - start
             result |= {
