@@ -176,11 +176,11 @@ def collide(data: Path, options: argparse.Namespace) -> Results:
     for steps, precision, far, schedule in [*tries, (options.tries[-1], "float32", 0.0, options.schedules[0])]:
         play.FAR = play.FAR_ANNEALED = far
         times = []
-        for _ in range(3):  # the first prepares and compiles
+        for _ in range(3 if len(rows) > 2 else 8):  # the first compiles, and one of the next what a run does once
             began = now()
             found = gate.collide(
                 encoder,
-                start,
+                start[:1],
                 images,
                 gate.L2(EPS),
                 steps=steps,
@@ -201,18 +201,20 @@ def collide(data: Path, options: argparse.Namespace) -> Results:
 def throughput(data: Path, options: argparse.Namespace) -> Results:
     """Images times steps per second on ResNet-18 at 224 px: a collision, and PGD as the peers have it.
 
-    The rate is that of the steps beyond a run of half the length, so that what a run does once is left out; `whole` has
-    it in. The share of steps in half precision is the first of `--far`; with the others there are rows of their own.
+    The weights are random, and batch norm has the statistics of the images: with those of no images at all a random
+    network tells images hardly apart, and a collision comes so near that half precision is given up. The rate is that
+    of the steps beyond a run of half the length, so that what a run does once is left out; `whole` has it in. The share
+    of steps in half precision is the first of `--far`; with the others there are rows of their own.
     """
     from torchvision.models import resnet18
 
     torch.manual_seed(0)
-    model = resnet18(num_classes=1000).to(DEVICE).eval().requires_grad_(False)
+    images, rays = imagenet(data, options.count)
+    model = with_statistics(resnet18(num_classes=1000).to(DEVICE), images).eval().requires_grad_(False)
     encoder = gate.Encoder(model)
     rows = []
     for batch in options.batches:
-        x, target = (torch.rand(batch, 3, 224, 224, device=DEVICE) for _ in range(2))
-
+        x, target = (repeated(images, batch) for images in (rays, images))
         labels = torch.zeros(batch, dtype=torch.long, device=DEVICE)
 
         def hand(steps: int, x: Tensor = x, target: Tensor = target, batch: int = batch) -> object:
@@ -248,6 +250,8 @@ def throughput(data: Path, options: argparse.Namespace) -> Results:
             "collision, float32": ("default", partial(ours, "float32")),
         }
         for name, (kind, run) in runs.items():
+            if not name.startswith(tuple(options.loops)):
+                continue
             with flags(kind):
                 run(options.length)  # prepares and compiles
                 half, whole = (seconds_of(partial(run, steps)) for steps in (options.length // 2, options.length))
@@ -255,6 +259,22 @@ def throughput(data: Path, options: argparse.Namespace) -> Results:
             row = {"batch": batch, "what": name, "image_steps_per_second": rate}
             rows.append(row | {"whole": batch * options.length / whole, "copies": prepared.facts(model)})
             yield {"far": options.far, "rows": rows}
+
+
+def with_statistics(model: nn.Module, images: Tensor) -> nn.Module:
+    """A network whose batch norm has the statistics of some images."""
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.momentum = None  # the mean over all batches
+    with torch.no_grad():
+        for part in images.split(64):
+            model.train()(part)
+    return model
+
+
+def repeated(images: Tensor, count: int) -> Tensor:
+    """So many images, over and over the same."""
+    return images.repeat(-(-count // len(images)), 1, 1, 1)[:count].contiguous()
 
 
 def seconds_of(run: Callable[[], object], repeats: int = 2) -> float:
@@ -445,7 +465,7 @@ def pass_seconds(model: nn.Module, images: Tensor, kind: Pass, repeats: int = 5)
     """Seconds of such a pass of the network alone, backward included where a gradient is asked for."""
     size, grad, dtype, rounds = kind
     network = model if dtype == torch.float32 else copy.deepcopy(model).to(dtype)
-    x = images.repeat(-(-size // len(images)), 1, 1, 1)[:size].to(dtype)
+    x = repeated(images, size).to(dtype)
 
     def run() -> None:
         y = x.detach().requires_grad_(grad)
@@ -520,6 +540,7 @@ def main() -> None:
     )
     parser.add_argument("--batch", type=int, default=250)
     parser.add_argument("--batches", type=int, nargs="*", default=[64, 512])
+    parser.add_argument("--loops", nargs="*", default=["collision", "PGD"], help="likewise: how their names begin")
     parser.add_argument("--length", type=int, default=100, help="steps of a run of the throughput, and of agree")
     parser.add_argument("--agreed", type=int, default=500, help="images on either side of agree")
     parser.add_argument("--few", type=int, default=64, help="images of the curve")

@@ -105,10 +105,16 @@ class Remembering:
 
     def __call__(self, x: Tensor, rows: Tensor) -> Tensor:
         """The squared distance of every sample's latent from its target, (B,)."""
-        z = self.encoder(x)
+        z = self._encoded(x)
         if not torch.is_grad_enabled() and current_pace() == "plain" and is_exact():
             self.seen = x, detached(z)
         return squared_difference(z, rows_of(self.target, rows))
+
+    def _encoded(self, x: Tensor) -> Latent:
+        """The latents of points; of one that is repeated, as the start of all is, it is computed once."""
+        if len(x) == 1 or x.requires_grad or x.stride(0) != 0:
+            return self.encoder(x)
+        return rows_of(self.encoder(x[:1]), torch.zeros(len(x), dtype=torch.long, device=x.device))
 
     def latents_at(self, x: Tensor, batch_size: int | None) -> Latent:
         """The latents of points, computed only where they are not remembered."""
