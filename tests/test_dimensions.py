@@ -154,10 +154,23 @@ def test_the_model_is_left_as_it_is() -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+class Pair(nn.Module):
+    """A network of two images."""
+
+    def forward(self, first: Tensor, second: Tensor) -> Tensor:
+        """(B, C, H, W), twice."""
+        return first + second
+
+
 def test_a_shape_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match=r"input_shape must be \(C, H, W\), got \(7, 7\)"):
         dimension_table(Twice(), (7, 7))
     with pytest.raises(ValueError, match=r"Twice does not take images of shape \(1, 7, 7\): .*channels"):
         dimension_table(Twice(), (1, 7, 7))
+    for shape in ((3, 200_000, 200_000), (1, 10**20, 28)):
+        with pytest.raises(ValueError, match=r"images of shape \(.*\) are too large"):
+            dimension_table(Twice(), shape)
+    with pytest.raises(ValueError, match=r"Pair does not take images of shape \(3, 7, 7\): .*missing 1 required"):
+        dimension_table(Pair(), (3, 7, 7))
     with pytest.raises(ValueError, match="Twice has no layer 'blok'"):
         dims_rows(Twice(), (3, 7, 7), "blok")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gatecrash.encoder import Encoder, as_encoder, first_tensor
+from gatecrash.fused import first_line
 from gatecrash.protocols import Latent, leaves
 
 PIXEL_BITS = 8
@@ -172,18 +173,23 @@ def _image(encoder: Encoder, input_shape: Sequence[int]) -> Tensor:
     shape = tuple(input_shape)
     if len(shape) != 3 or not all(isinstance(side, int) and side > 0 for side in shape):
         raise ValueError(f"input_shape must be (C, H, W), got {shape}")
-    return torch.zeros(1, *shape, device=encoder.device)
+    try:
+        return torch.zeros(1, *shape, device=encoder.device)
+    except (RuntimeError, TypeError) as error:  # more than the memory, or than a number can hold
+        raise ValueError(f"images of shape {shape} are too large: {first_line(error)}") from error
 
 
 def _run(encoder: Encoder, image: Tensor) -> Latent:
-    """The network's latent of one image; what torch says of a wrong shape becomes a ValueError."""
+    """The network's latent of one image; what it says of a wrong shape, or of a lonely image, becomes a ValueError."""
     try:
         with torch.no_grad():
             latent: Latent = encoder(image)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).split("\n", 1)[0]
+    except ValueError:
+        raise
+    except Exception as error:  # a network may raise anything
         raise ValueError(
-            f"{type(encoder.model).__name__} does not take images of shape {tuple(image.shape[1:])}: {reason}"
+            f"{type(encoder.model).__name__} does not take images of shape {tuple(image.shape[1:])}: "
+            f"{first_line(error)}"
         ) from error
     return latent
 

@@ -28,7 +28,7 @@ class Registry(Generic[T]):
         return enter
 
     def __getitem__(self, name: str) -> T:
-        if name not in self._entries:
+        if not isinstance(name, str) or name not in self._entries:
             raise ValueError(unknown(self.noun, name, list(self)))
         return self._entries[name]
 
@@ -44,6 +44,6 @@ class Registry(Generic[T]):
 
 def unknown(noun: str, name: str, known: list[str]) -> str:
     """The sentence for a name that is not there: the nearest one, then all of them."""
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return f"unknown {noun} {name!r}; {hint}known: {', '.join(known)}"

@@ -283,6 +283,8 @@ def generator_for(generator: torch.Generator | int | None, device: torch.device)
     """The generator itself, or a new one on the device with the given seed, 0 for None."""
     if isinstance(generator, torch.Generator):
         return generator
+    if generator is not None and not isinstance(generator, int):
+        raise TypeError(f"generator must be a torch.Generator, a seed or None, got {generator!r}")
     return torch.Generator(device).manual_seed(generator or 0)
 
 

@@ -190,6 +190,11 @@ def test_bad_input_is_refused() -> None:
         perturbation_curve(score, x, x, norm="l1")
     with pytest.raises(ValueError, match="a norm must not be negative, got -1"):
         perturbation_curve(score, x, x, at=(-1.0,))
+    for at in (0.1, "1", None):
+        with pytest.raises(ValueError, match="at must be a list of norms, such as"):
+            perturbation_curve(score, x, x, at=at)
+    with pytest.raises(TypeError, match="detector must be a detector, such as MSP"):
+        perturbation_curve("msp", x, x)
     with pytest.raises(ValueError, match="record=True"):
         curve_of(score(x), admit(score, x, L2(1.0)), norm="l2")
     with pytest.raises(ValueError, match="record=True"):

@@ -111,6 +111,16 @@ def test_one_start_serves_all_targets_and_mape_is_of_the_returned_images() -> No
     torch.testing.assert_close(found.mape, expected.detach())
 
 
+def test_one_start_for_all_targets_is_encoded_once_and_nothing_else_changes() -> None:
+    encoder, (start, target), seen = LinearEncoder(), pair(), []
+    encoder.register_forward_pre_hook(lambda _, given: seen.append(len(given[0])))
+    one = collide(encoder, start[:1], target, L2(1.0), steps=20)
+    assert seen[:3] == [4, 1, 4]
+    many = collide(encoder, start[:1].repeat(4, 1, 1, 1), target, L2(1.0), steps=20)
+    for name in ("x", "value", "start_value", "mape", "evaluations"):
+        torch.testing.assert_close(getattr(one, name), getattr(many, name))
+
+
 def test_several_layers_are_matched_together() -> None:
     network = nn.Sequential(nn.Flatten(), nn.Linear(48, 6), nn.Tanh(), nn.Linear(6, 3))
     start, target = pair()

@@ -344,7 +344,11 @@ def test_bad_input_is_refused() -> None:
         minimal(score, CENTRE, "l2", 0.0, side="both")
     with pytest.raises(ValueError, match="unknown norm 'l1'"):
         minimal(score, CENTRE, "l1", 0.0)
+    for norm in (None, 2, ["l2"]):
+        with pytest.raises(ValueError, match=r"unknown norm .*; known: linf, l2"):
+            minimal(score, CENTRE, norm, 0.0)
     for options, message in (
+        ({"tolerance": "a"}, r"tolerance must lie in \(0, 1\), got 'a'"),
         ({"threshold": float("nan")}, "threshold must be one number, got NaN, which no score reaches"),
         ({"steps": 0}, "steps must be a whole number of at least 1, got 0"),
         ({"batch_size": 0}, "batch_size must be a whole number of at least 1, got 0"),

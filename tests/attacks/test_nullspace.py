@@ -379,6 +379,28 @@ def test_a_network_with_other_kinks_is_refused_by_the_name_of_the_first(network:
         nullspace(network, images(), L2(1.0))
 
 
+class Clamped(nn.Module):
+    """A ReLU by another name, and few of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(108, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 3, 6, 6) to (B, 2)."""
+        latent: Tensor = self.second(self.first(x.flatten(1)).clamp(min=0))
+        return latent
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_kink_in_a_single_place_is_seen_wherever_it_lies(seed: int) -> None:
+    torch.manual_seed(seed)
+    leaky = nn.Sequential(nn.Flatten(), nn.Linear(108, 1), nn.LeakyReLU(0.2), nn.Linear(1, 2))
+    for network in (leaky, Clamped()):
+        with pytest.raises(ValueError, match="is not affine between its ReLUs and max-pools"):
+            nullspace(network, images(), L2(1.0))
+
+
 def test_a_latent_that_depends_on_the_rest_of_the_batch_is_refused() -> None:
     network = nn.Sequential(nn.Conv2d(3, 2, 3), nn.BatchNorm2d(2, track_running_stats=False))
     with pytest.raises(ValueError, match="the latent of one image depends on the others in its batch"):
@@ -403,6 +425,10 @@ def test_bad_input_is_refused() -> None:
         nullspace(layer, x, L2(1.0), steps=2.5)
     with pytest.raises(ValueError, match=r"takes images of 3 channels, got shape \(1, 4, 4\)"):
         nullspace(nn.Conv2d(3, 4, 3), torch.rand(2, 1, 4, 4), L2(1.0))
+    with pytest.raises(ValueError, match=r"the layer takes 7 numbers, got samples of shape \(3, 6, 6\)"):
+        nullspace(nn.Linear(7, 2), x, L2(1.0))
+    with pytest.raises(TypeError, match=r"generator must be a torch.Generator, a seed or None, got 's'"):
+        nullspace(layer, x, L2(1.0), generator="s")
     with pytest.raises(ValueError, match=r"network must be a torch.nn.Module, got function"):
         nullspace(relu, x, L2(1.0))
     with pytest.raises(ValueError, match="NaN or infinity"):

@@ -97,6 +97,12 @@ def test_a_detectors_judge_serves_and_misjudged_features_are_admitted() -> None:
 def test_bad_input_is_refused() -> None:
     with pytest.raises(ValueError, match="pull must not be negative, got -1"):
         purify(gaussian, features(), pull=-1.0)
+    with pytest.raises(ValueError, match="pull must be a number, got 'a'"):
+        purify(gaussian, features(), pull="a")
+    with pytest.raises(TypeError, match="judge must be a function of features, such as a detector's judge, got 3"):
+        purify(3, features())
+    with pytest.raises(ValueError, match=r"features must be a tensor of floats, \(B, ...\), got \[1, 2\]"):
+        purify(gaussian, [1, 2])
     with pytest.raises(ValueError, match=r"give the ball box=None, got L2\(1\)"):
         purify(gaussian, features(), ball=L2(1.0))
     with pytest.raises(ValueError, match=r"features must be floats of shape \(B, ...\), got torch.int64 \(2, 3\)"):

@@ -270,6 +270,24 @@ def test_an_image_outside_ball_or_box_is_seen_whatever_the_ball_says(monkeypatch
     assert "they leave the box [0, 1] by 0.0" in CHECKS["pixel_budget"](replace(evidence, _found={}))["sentence"]
 
 
+def test_an_attack_with_eps_in_normalised_units_is_seen_even_where_there_is_nothing_to_pay_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with monkeypatch.context() as wrong:
+        wrong.setattr(Ball, "contains", lambda self, x, centre, slack=0: torch.ones(len(x), dtype=torch.bool))
+        project_by(wrong, lambda x, centre: x.clamp(centre - EPS / 0.5, centre + EPS / 0.5).clamp(0, 1))
+        evidence = evidence_for(Brightness())
+    for allowance in (float("inf"), 0.0):
+        checks = verdicts(replace(evidence, allowance=allowance))
+        failed = {check["name"]: check["sentence"] for check in checks if check["status"] == "fail"}
+        assert set(failed) == {"pixel_budget"}
+        assert failed["pixel_budget"].endswith(
+            "is 0.2 from its start in linf, and eps is 0.1; is eps in normalised units?"
+        )
+    healthy = {check["name"]: check for check in verdicts(replace(evidence_for(Brightness()), allowance=0.0))}
+    assert healthy["pixel_budget"]["sentence"].startswith("Not run, too costly")
+
+
 def project_by(monkeypatch: pytest.MonkeyPatch, project: Callable[[Tensor, Tensor], Tensor]) -> None:
     """Put another projection in the place of an L∞ ball's."""
     monkeypatch.setattr(Linf, "project", lambda self, x, centre: project(x, centre))

@@ -35,6 +35,17 @@ def test_torchvision_timm_and_our_own_by_name(tmp_path: Path) -> None:
     ).shape == (1, 10)
 
 
+def test_random_weights_are_random_all_the_way_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torchvision fetches a segmentation's backbone unless it is told not to."""
+
+    def fetch(*args: object, **kwargs: object) -> None:
+        raise AssertionError("weights are fetched")
+
+    monkeypatch.setattr("torchvision.models._api.load_state_dict_from_url", fetch)
+    model = load_model(ModelPlan(name="torchvision:lraspp_mobilenet_v3_large", weights="random"), tmp_path)
+    assert model(torch.rand(1, 3, 64, 64))["out"].shape == (1, 21, 64, 64)
+
+
 def test_a_hash_changes_with_any_weight() -> None:
     model = nn.Linear(3, 2)
     before = hash_of(model)

@@ -10,7 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gatecrash.attacks.score import admit, evict, scores
+from gatecrash.attacks.options import check_norm
+from gatecrash.attacks.score import admit, evict, require_fitted, scores
 from gatecrash.ball import Linf
 from gatecrash.found import Found
 from gatecrash.images import check_images
@@ -138,7 +139,13 @@ def perturbation_curve(
         steps: steps of the attack.
         at: the norms of the table's rows.
         batch_size: images at a time; None is all at once.
+
+    Raises:
+        ValueError: an option is off, or the images are none.
+        TypeError: the detector is none.
     """
+    require_fitted(detector)
+    _check_rows(norm, at)
     if direction not in ("in", "out", "both"):
         raise ValueError(f"direction must be 'in', 'out' or 'both', got {direction!r}")
     check_images(inliers, "inliers")
@@ -166,10 +173,16 @@ def curve_of(
     inliers: Path | Found | Tensor, outliers: Path | Found | Tensor, *, norm: Norm, at: Sequence[float] = (1 / 255,)
 ) -> Curve:
     """The curve of recorded attacks on either side; a side that was not attacked is its clean scores (B,)."""
-    if norm not in ("l2", "linf"):
-        raise ValueError(f"norm must be 'l2' or 'linf', got {norm!r}")
+    _check_rows(norm, at)
     inside, outside = (part if isinstance(part, Path) else Path.of(part, norm) for part in (inliers, outliers))
     return Curve(norm, inside, outside, tuple(row_of(inside, outside, each) for each in at))
+
+
+def _check_rows(norm: object, at: object) -> None:
+    """Raises a ValueError unless these are the name of a norm, and sizes in it."""
+    check_norm(norm)
+    if not isinstance(at, Sequence) or not all(isinstance(each, int | float) for each in at):
+        raise ValueError(f"at must be a list of norms, such as [1 / 255], got {at!r}")
 
 
 def row_of(inliers: Path, outliers: Path, at: float) -> CurveRow:

@@ -105,8 +105,8 @@ def minimal(
     check_images(images)
     check_side(side)
     check_counts(steps=steps, rounds=rounds, batch_size=batch_size)
-    if not 0 < tolerance < 1:
-        raise ValueError(f"tolerance must lie in (0, 1), got {tolerance:g}")
+    if not (isinstance(tolerance, float) and 0 < tolerance < 1):
+        raise ValueError(f"tolerance must lie in (0, 1), got {tolerance!r}")
     check_level("threshold", threshold)
     limit = torch.as_tensor(threshold, dtype=images.dtype, device=images.device)
     above = torch.nextafter(limit, torch.full_like(limit, torch.inf))

@@ -341,6 +341,8 @@ def _reading(network: nn.Module, images: Tensor) -> nn.Module:
         raise ValueError(f"the convolution takes images of {network.in_channels} channels, got shape {tuple(shape)}")
     if isinstance(network, nn.Linear) and shape[-1] != network.in_features == prod(shape):
         return nn.Sequential(nn.Flatten(), network)
+    if isinstance(network, nn.Linear) and shape[-1] != network.in_features:
+        raise ValueError(f"the layer takes {network.in_features} numbers, got samples of shape {tuple(shape)}")
     whole = isinstance(network, Encoder | nn.Linear | nn.Conv2d) or images.ndim != 4
     return network if whole else Encoder(network)
 

@@ -49,12 +49,18 @@ def purify(
     Raises:
         ValueError: `pull` is negative, the ball has a box, or the features are not floats or none.
     """
+    if not callable(judge):
+        raise TypeError(f"judge must be a function of features, such as a detector's judge, got {judge!r}")
+    if not isinstance(pull, int | float):
+        raise ValueError(f"pull must be a number, got {pull!r}")
     if not pull >= 0:
         raise ValueError(f"pull must not be negative, got {pull:g}")
     if ball is not None:
         check_ball(ball)
     if ball is not None and ball.box is not None:
         raise ValueError(f"features have no box: give the ball box=None, got {ball} with {ball.box}")
+    if not isinstance(features, Tensor):
+        raise ValueError(f"features must be a tensor of floats, (B, ...), got {features!r}")
     if not (features.is_floating_point() and features.ndim >= 2):
         raise ValueError(f"features must be floats of shape (B, ...), got {features.dtype} {tuple(features.shape)}")
     if features.numel() == 0:

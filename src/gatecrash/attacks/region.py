@@ -60,6 +60,9 @@ class _Choice:
         return x.flatten(2).gather(2, self.winner.expand(len(x), -1, -1))
 
 
+_SIDES = 8
+"""The directions, each with its opposite, in which a network is looked at for bends."""
+
 _Pattern: TypeAlias = _Gate | _Choice
 
 
@@ -202,12 +205,12 @@ class Region:
 def require_piecewise_linear(region: Region) -> None:
     """Raises a ValueError that names the first module which is not affine even with ReLUs and max-pools held.
 
-    An affine map sends the middle of two points to the middle of their images; here the points are far apart, so that
-    every bend shows.
+    An affine map sends the middle of two points to the middle of their images; here the points are far from the image,
+    to several sides and to the opposite ones, so that every bend lies on the way to one of them.
     """
-    generator = torch.Generator().manual_seed(0)
-    far = 10 * torch.randn(region.x.shape, generator=generator, dtype=region.x.dtype).to(region.x.device)
-    points = torch.cat([region.x, region.x + far, region.x + far / 2])
+    generator, shape = torch.Generator().manual_seed(0), (_SIDES, *region.x.shape[1:])
+    far = 10 * torch.randn(shape, generator=generator, dtype=region.x.dtype).to(region.x.device)
+    points = region.x + torch.cat([torch.zeros_like(region.x), far, -far, far / 2, -far / 2])
     model = region.network.model if isinstance(region.network, Encoder) else region.network
     with torch.no_grad(), _watching(model, _bent):
         z, _ = region(points)
@@ -223,10 +226,13 @@ def require_piecewise_linear(region: Region) -> None:
 
 
 def _bent(values: object) -> bool:
-    """Whether the third of three rows is not the mean of the others."""
-    if not isinstance(values, Tensor) or values.ndim == 0 or len(values) != 3 or not values.is_floating_point():
+    """Whether a row half-way from the first to one of the far rows is not the mean of the two."""
+    if not isinstance(values, Tensor) or values.ndim == 0 or not values.is_floating_point():
         return False
-    error = (values[0] + values[1]) / 2 - values[2]
+    if len(values) != 1 + 4 * _SIDES:
+        return False
+    far, middle = values[1:].chunk(2)
+    error = (values[:1] + far) / 2 - middle
     return not bool(error.abs().max() <= 1e-9 * values.abs().max())
 
 

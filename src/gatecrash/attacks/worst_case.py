@@ -82,7 +82,7 @@ def worst_case(
     check_ball(ball)
     check_side(side)
     check_counts(batch_size=batch_size)
-    if budget not in BUDGETS:
+    if not isinstance(budget, str) or budget not in BUDGETS:
         raise ValueError(f"budget must be one of {', '.join(BUDGETS)}, got {budget!r}")
     if stop is not None:
         check_level("stop", stop, len(images))

@@ -6,6 +6,7 @@ import importlib
 import json
 import sys
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
@@ -78,8 +79,10 @@ def _torchvision(name: str, plan: ModelPlan, folder: Path) -> nn.Module:
     known = models.list_models()
     if name not in known:
         raise ValueError(unknown("torchvision model", name, known))
-    weights = "DEFAULT" if plan.weights == "default" else None
-    return made(plan, lambda: models.get_model(name, weights=weights, **plan.options))
+    options: dict[str, Any] = {"weights": "DEFAULT" if plan.weights == "default" else None}
+    if "weights_backbone" in signature(models.get_model_builder(name)).parameters:
+        options["weights_backbone"] = None  # else they are fetched even for random weights
+    return made(plan, lambda: models.get_model(name, **(options | plan.options)))
 
 
 @MAKERS.register("timm")

@@ -37,6 +37,8 @@ class Doubt:
     """The most network passes it may take, besides the attacks that several checks share."""
     attack: Attacks
     """Whether it makes no attack, only ones of its own with the plan's settings, or looks at shared ones."""
+    free: Callable[[Evidence], Finding | None] = lambda evidence: None
+    """What fails by the audit's own numbers, for where the check is too costly; None where nothing does."""
 
     def __call__(self, evidence: Evidence) -> Check:
         """The verdict; an error inside the check is a failure that says so."""
@@ -74,11 +76,12 @@ def check(
     *,
     price: Callable[[Evidence], int] = lambda evidence: 0,
     attack: Attacks = "none",
+    free: Callable[[Evidence], Finding | None] = lambda evidence: None,
 ) -> Callable[[Callable[[Evidence], Finding]], Doubt]:
     """A decorator that enters a check under its name."""
 
     def enter(look: Callable[[Evidence], Finding]) -> Doubt:
-        return CHECKS.register(name)(Doubt(name, look, price, attack))
+        return CHECKS.register(name)(Doubt(name, look, price, attack, free))
 
     return enter
 

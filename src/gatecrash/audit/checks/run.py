@@ -9,7 +9,7 @@ import torch
 
 from gatecrash.audit.checks.cost import Meter, counting, networks_of, passes_of, spent_by
 from gatecrash.audit.checks.evidence import Evidence, Shared
-from gatecrash.audit.checks.registry import CHECKS, ORDER, Doubt
+from gatecrash.audit.checks.registry import CHECKS, ORDER, Doubt, sentence
 from gatecrash.audit.job import Job
 from gatecrash.audit.run import Measured
 from gatecrash.bundle import Check, Row
@@ -106,6 +106,9 @@ def verdict(evidence: Evidence, doubt: Doubt) -> Check:
             f"{TOO_SMALL}: it may take {price} network passes, and {max(0, int(evidence.left))} are left of the "
             f"{int(evidence.allowance)} that the checks may take"
         )
+    seen = doubt.free(evidence) if reason is not None else None
+    if seen is not None:
+        return {"name": doubt.name, "status": seen.status, "sentence": sentence(seen.words)}
     if reason is not None:
         return {"name": doubt.name, "status": "warn", "sentence": f"{NOT_RUN}, {reason}."}
     check = doubt(evidence)

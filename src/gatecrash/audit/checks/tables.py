@@ -107,9 +107,8 @@ def is_constant(evidence: Evidence, title: str) -> bool:
     return bool(scores.max() == scores.min())
 
 
-@check("pixel_budget", attack="images")
-def pixel_budget(evidence: Evidence) -> Finding:
-    """Every image is inside its ball and the box: as the audit measured it, and measured again on images at hand."""
+def too_far(evidence: Evidence) -> Finding | None:
+    """An image that is outside its ball by the audit's own measure; None where none is."""
     for attack in evidence.job.attacks:
         for rung, eps in enumerate(attack.ball.ball().ladder):
             for (title, key, name, number), outcome in evidence.measured.attacked.items():
@@ -121,6 +120,15 @@ def pixel_budget(evidence: Evidence) -> Finding:
                             f"{title} on {name}, {attack.title}: an image is {far:.4g} from its start in "
                             f"{attack.ball.norm}, and eps is {eps:.4g}; is eps in normalised units?",
                         )
+    return None
+
+
+@check("pixel_budget", attack="images", free=too_far)
+def pixel_budget(evidence: Evidence) -> Finding:
+    """Every image is inside its ball and the box: as the audit measured it, and measured again on images at hand."""
+    measured = too_far(evidence)
+    if measured is not None:
+        return measured
 
     def look(title: str, effort: Effort) -> Finding:
         ball = effort.ball
