@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from gatecrash import Linf
-from gatecrash.portions import ON_CPU, Portions
+from gatecrash import Encoder, Linf
+from gatecrash.detectors import Energy
+from gatecrash.portions import ON_CPU, Portions, in_portions
 from gatecrash.search import search
 from gatecrash.stepper import Apgd
 
@@ -48,6 +49,37 @@ def test_portions_are_halved_until_they_fit_and_stay_so() -> None:
 def test_without_room_for_one_sample_memory_has_run_out() -> None:
     with pytest.raises(torch.OutOfMemoryError):
         evaluated(Portions(CPU), Small(0), 4)
+
+
+def test_a_function_of_images_gets_as_many_as_it_has_room_for() -> None:
+    seen: list[int] = []
+
+    def function(x: Tensor) -> Tensor:
+        seen.append(len(x))
+        if len(x) > 3:
+            raise torch.OutOfMemoryError("no room")
+        return 2 * x
+
+    x = torch.arange(11.0)
+    assert torch.equal(torch.cat(in_portions(function, x)), 2 * x)
+    assert seen == [11, 5, 2, 2, 2, 2, 2, 1]
+    seen.clear()
+    assert torch.equal(torch.cat(in_portions(function, x, 3)), 2 * x)
+    assert seen == [3, 3, 3, 2]
+    with pytest.raises(torch.OutOfMemoryError):
+        in_portions(lambda x: function(x.repeat(4)), x)
+
+
+def test_scoring_takes_smaller_batches_where_memory_runs_out() -> None:
+    class Narrow(nn.Flatten):
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x) > 3:
+                raise torch.OutOfMemoryError("no room")
+            return super().forward(x)
+
+    x = torch.rand(10, 1, 2, 2, generator=torch.Generator().manual_seed(0))
+    small, large = (Energy(Encoder(net)).scores(x) for net in (Narrow(), nn.Flatten()))
+    assert torch.equal(small, large)
 
 
 def test_a_cpu_evaluates_so_many_at_once() -> None:

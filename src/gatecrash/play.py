@@ -27,11 +27,14 @@ which need less of an end in float32, the second."""
 DOUBTS = (0.5, 0.75)
 """Where in a mixed run a few samples are evaluated in float32 too, to see whether half precision is still of use."""
 
-FEW = 16
-"""So many of them: too few for code to be compiled for."""
+FEW = 24
+"""So many of them, spread over the batch: too few for code to be compiled for."""
 
 ROUGH = 0.02
 """How far apart the two values may be, as a share of them: from there on rounding is what leads the search."""
+
+SOME = 1 / 8
+"""The share of those samples that may be so far apart: few, since some may be almost there and others far off."""
 
 
 @dataclass(frozen=True)
@@ -290,13 +293,12 @@ def _going(settings: Settings, play: Play, limit: Tensor, start_value: Tensor) -
 
 def _is_rough(settings: Settings, play: Play) -> bool:
     """Whether half precision is too rough for the values that have been reached, by a look at some samples."""
-    few = slice(0, FEW)
+    count = len(play.rows)
+    few = torch.linspace(0, count - 1, min(FEW, count), device=play.rows.device).round().long()
     value, _ = evaluate(settings, play.x[few], play.rows[few], "prepared")
-    seen = torch.zeros_like(play.rows)
-    seen[few] = 1
-    play.evaluations = play.evaluations + seen
-    apart = (value - play.value[few]).abs() / value.abs().clamp_min(torch.finfo(value.dtype).tiny)
-    return bool(apart.nan_to_num(torch.inf).median() > ROUGH)
+    play.evaluations = play.evaluations + torch.zeros_like(play.rows).index_fill(0, few, 1)
+    near = (value - play.value[few]).abs() <= ROUGH * value.abs()
+    return bool((~near).float().mean() > SOME)
 
 
 def _restate(play: Play, state: State, value: Tensor) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 Evaluation: TypeAlias = tuple[Tensor, Tensor | None]
 """The values (B,) of some samples and, where asked for, the gradients at them."""
@@ -42,8 +44,34 @@ class Portions:
                 if size == 1:
                     raise
                 self.rows = size // 2
-            if x.device.type == "cuda":
-                torch.cuda.empty_cache()
+            let_go(x.device)
+
+
+def in_portions(function: Callable[[Tensor], T], x: Tensor, size: int | None = None) -> list[T]:
+    """What a function gives for images, `size` at a time; None is all of them, and half as many when memory runs out.
+
+    Raises:
+        torch.OutOfMemoryError: there is no room for a single image.
+    """
+    size, done, parts = size or len(x), 0, []
+    while done < len(x):
+        try:
+            parts.append(function(x[done : done + size]))
+            done += size
+            continue
+        except torch.OutOfMemoryError:
+            size = min(size, len(x) - done)
+            if size == 1:
+                raise
+            size //= 2
+        let_go(x.device)
+    return parts
+
+
+def let_go(device: torch.device) -> None:
+    """Give memory back that is held for nothing."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _joined(parts: list[Evaluation]) -> Evaluation:

@@ -101,7 +101,7 @@ def search(
         able = precision == "auto" and not record and not is_plainly()
         chosen = able and pays_off(start.device, stepper, steps, keep)
         mixed = chosen or precision == "mixed"
-        half = precision == "mixed" or (chosen and change_per_pixel(ball, start) >= FINEST)
+        half = precision == "mixed" or (chosen and change_per_pixel(ball, start[0].numel()) >= FINEST)
         every = LOOK_EVERY if mixed or waits(start) else 1
         portions = Portions(start.device)
         settings = Settings(
@@ -223,10 +223,10 @@ def pays_off(device: torch.device, stepper: Stepper, steps: int, keep: str) -> b
     return device.type == "cuda" and steps >= MANY and stepper.needs_gradient and keep == "best"
 
 
-def change_per_pixel(ball: Ball, start: Tensor) -> float:
-    """How far every pixel may be moved when all are moved alike, in the smallest ball."""
+def change_per_pixel(ball: Ball, pixels: int) -> float:
+    """How far each of an image's numbers may be moved when all are moved alike, in the smallest ball."""
     smallest = min(ball.ladder)
-    return smallest / math.sqrt(start[0].numel()) if isinstance(ball, L2) else smallest
+    return smallest / math.sqrt(pixels) if isinstance(ball, L2) else smallest
 
 
 def check_options(

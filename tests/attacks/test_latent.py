@@ -1,5 +1,7 @@
 """Collisions in latent space, on linear encoders whose answer is known."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -115,10 +117,46 @@ def test_one_start_for_all_targets_is_encoded_once_and_nothing_else_changes() ->
     encoder, (start, target), seen = LinearEncoder(), pair(), []
     encoder.register_forward_pre_hook(lambda _, given: seen.append(len(given[0])))
     one = collide(encoder, start[:1], target, L2(1.0), steps=20)
-    assert seen[:3] == [4, 1, 4]
+    assert seen[:3] == [4, 2, 4]
     many = collide(encoder, start[:1].repeat(4, 1, 1, 1), target, L2(1.0), steps=20)
     for name in ("x", "value", "start_value", "mape", "evaluations"):
         torch.testing.assert_close(getattr(one, name), getattr(many, name))
+
+
+@pytest.mark.parametrize("options", [{}, {"random_start": False}, {"keep": "last"}, {"neighbours": True}], ids=str)
+def test_one_start_is_what_it_is_when_repeated_whatever_the_options(options: dict[str, Any]) -> None:
+    encoder, (start, target) = LinearEncoder(), pair(6)
+    one, many = (
+        collide(encoder, x, target, L2(1.0), steps=20, **options) for x in (start[:1], start[:1].repeat(6, 1, 1, 1))
+    )
+    torch.testing.assert_close(one.x, many.x)
+    torch.testing.assert_close(one.start_value, many.start_value)
+
+
+@pytest.mark.parametrize("count", [4, 6])
+def test_a_network_that_takes_one_image_for_no_batch_is_attacked_like_any_other(count: int) -> None:
+    """With six targets and six features, a latent without its batch could be taken for one."""
+
+    class Squeezed(LinearEncoder):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).squeeze()
+
+    start, target = pair(count)
+    found = collide(Squeezed(), start[:1], target, L2(1.0), steps=20)
+    torch.testing.assert_close(found.start_value, residual(LinearEncoder(), found.start, target).square())
+
+
+def test_memory_that_runs_out_only_makes_batches_smaller() -> None:
+    class Small(LinearEncoder):
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x) > 3:
+                raise torch.OutOfMemoryError("no room")
+            return super().forward(x)
+
+    start, target = pair(10)
+    small, large = (collide(encoder, start, target, L2(1.0), steps=20) for encoder in (Small(), LinearEncoder()))
+    torch.testing.assert_close(small.x, large.x)
+    torch.testing.assert_close(small.mape, large.mape)
 
 
 def test_several_layers_are_matched_together() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 import gatecrash as gate
@@ -53,6 +54,27 @@ def test_collisions_come_as_close(encoder: Encoder, layer: str | None, eps: floa
     plain, fast = both_ways(run, f)
     assert fast.mape.median() <= 1.05 * plain.mape.median() + 1e-4
     assert (fast.mape < 1e-2).all() == (plain.mape < 1e-2).all()
+
+
+@pytest.mark.parametrize("share", [0.25, 0.6])
+@pytest.mark.parametrize("first", [True, False])
+def test_collisions_come_as_close_where_some_are_within_reach_and_others_are_not(
+    encoder: Encoder, share: float, first: bool
+) -> None:
+    """Those out of reach stand first, or among the others: half precision may not be judged by them alone."""
+    target, order = pictures("fashion:test"), torch.arange(COUNT)
+    far = order < share * COUNT if first else (order % 5) < 5 * share - 0.5
+    noise = torch.randn(target.shape, generator=torch.Generator().manual_seed(0))
+    start = torch.where(far.view(-1, 1, 1, 1), pictures("noise"), (target + 0.02 * noise).clamp(0, 1))
+
+    def run(precision: Any) -> gate.Found:
+        return gate.collide(encoder, start, target, gate.L2(2.0), steps=100, precision=precision)
+
+    plain, fast = both_ways(run, encoder)
+    for some in (far, ~far):
+        assert fast.mape[some].median() <= 1.05 * plain.mape[some].median() + 1e-4
+    assert (fast.mape < 1e-3).float().mean() >= (plain.mape < 1e-3).float().mean() - 0.05
+    assert plain.mape[far].median() > 50 * plain.mape[~far].median()
 
 
 @pytest.mark.parametrize("ball", [gate.Linf(4 / 255), gate.L2(0.6)], ids=str)

@@ -19,6 +19,7 @@ from gatecrash.found import Found
 from gatecrash.images import check_images, check_pair
 from gatecrash.metrics import mape
 from gatecrash.objective import MatchLatent, squared_difference
+from gatecrash.portions import in_portions
 from gatecrash.protocols import Encoder, Latent, Stepper, detached, joined, leaves, rows_of
 from gatecrash.search import SearchOptions, search
 from gatecrash.speed import current_pace, full_float32, is_exact
@@ -112,9 +113,10 @@ class Remembering:
 
     def _encoded(self, x: Tensor) -> Latent:
         """The latents of points; of one that is repeated, as the start of all is, it is computed once."""
-        if len(x) == 1 or x.requires_grad or x.stride(0) != 0:
+        if len(x) <= 2 or x.requires_grad or x.stride(0) != 0:
             return self.encoder(x)
-        return rows_of(self.encoder(x[:1]), torch.zeros(len(x), dtype=torch.long, device=x.device))
+        # Two of it, since some networks take a batch of one for no batch.
+        return rows_of(self.encoder(x[:2]), torch.zeros(len(x), dtype=torch.long, device=x.device))
 
     def latents_at(self, x: Tensor, batch_size: int | None) -> Latent:
         """The latents of points, computed only where they are not remembered."""
@@ -148,10 +150,9 @@ def latents(encoder: Encoder, x: Tensor, batch_size: int | None) -> Latent:
     Raises:
         ValueError: the network's output is not finite; it names the first such batch.
     """
-    parts = []
-    for index, batch in enumerate(x.split(batch_size or len(x))):
-        with torch.no_grad():
-            parts.append(detached(encoder(batch)))
-        if not all(bool(leaf.isfinite().all()) for leaf in leaves(parts[-1])):
+    with torch.no_grad():
+        parts = in_portions(lambda batch: detached(encoder(batch)), x, batch_size)
+    for index, part in enumerate(parts):
+        if not all(bool(leaf.isfinite().all()) for leaf in leaves(part)):
             raise ValueError(f"the network's output has NaN or infinity, first in batch {index}")
     return joined(parts)

@@ -15,6 +15,7 @@ from gatecrash.ball import Ball
 from gatecrash.found import Found
 from gatecrash.images import check_images
 from gatecrash.objective import LowerScore, RaiseScore, ScoreNear
+from gatecrash.portions import in_portions
 from gatecrash.protocols import Detector, Stepper
 from gatecrash.search import SearchOptions, search
 from gatecrash.stepper import Adamax, Apgd
@@ -120,7 +121,7 @@ def score_to(
 def scores(detector: Detector, x: Tensor, batch_size: int | None) -> Tensor:
     """The scores of images batch by batch, (B,), without gradients."""
     with torch.no_grad():
-        return torch.cat([detector(batch) for batch in x.split(batch_size or len(x))])
+        return torch.cat(in_portions(detector, x, batch_size))
 
 
 def require_fitted(detector: Detector) -> None:

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 
 from gatecrash.audit.plan import AttackPlan, SearchPrecision
+from gatecrash.audit.steps import is_long, is_wide
 from gatecrash.data import ImageSet, fingerprint
+from gatecrash.play import FAR_ANNEALED
 
 LIBRARIES = ("gatecrash", "torch", "torchvision", "timm", "numpy", "scikit-learn", "safetensors")
 
@@ -30,7 +32,7 @@ def manifest_of(
     return {
         "seed": seed,
         "device": device_name(device),
-        "precision": precision_path(device, precision),
+        "precision": precision_path(device, precision, attacks, sets),
         "versions": versions(),
         "code_sha256": code_hash(),
         "networks": dict(networks),
@@ -42,11 +44,22 @@ def manifest_of(
     }
 
 
-def precision_path(device: torch.device, precision: SearchPrecision) -> str:
-    """The precision that numbers come from: searches on a GPU may go the far part of their way in bf16."""
-    if device.type != "cuda" or precision == "float32":
-        return "float32"
-    return "bf16 for the far part of long searches, float32 for the rest and for every reported number"
+def precision_path(
+    device: torch.device, precision: SearchPrecision, attacks: Sequence[AttackPlan], sets: Mapping[str, ImageSet]
+) -> str:
+    """The precision that numbers come from, and the attacks that a GPU takes on prepared copies of the networks."""
+    fast = [attack for attack in attacks if is_long(attack)]
+    if device.type != "cuda" or precision == "float32" or not fast:
+        return "float32, the networks as they are"
+    pixels = next(iter(sets.values())).x[0].numel()
+    half = [attack for attack in fast if is_wide(attack, pixels)]
+    words = f"float32, prepared copies of the networks for the steps of {named(fast)}"
+    return f"{words}, at most {FAR_ANNEALED:.0%} of them in bf16 in {named(half)}" if half else words
+
+
+def named(attacks: Sequence[AttackPlan]) -> str:
+    """Some attacks, each once."""
+    return ", ".join(dict.fromkeys(attack.title for attack in attacks))
 
 
 def threat_model(attacks: Sequence[AttackPlan]) -> dict[str, str]:

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from gatecrash.features import Reader, reader_key, shared_pass
 from gatecrash.images import Images, batches_on
+from gatecrash.portions import in_portions
 from gatecrash.progress import tracked
-from gatecrash.protocols import Latent
+from gatecrash.protocols import Latent, joined
 from gatecrash.speed import full_float32
 
 if TYPE_CHECKING:
@@ -52,11 +53,17 @@ def score_batches(
     for reader in wanted:
         readers.setdefault(reader_key(reader), reader)
     keys, run = [reader_key(reader) for reader in wanted], shared_pass(list(readers.values()))
+
+    def scored(x: Tensor) -> tuple[list[Tensor], list[Latent]]:
+        read = dict(zip(readers, run(x), strict=True))
+        latents = [read[key] for key in keys]
+        scores = [d.judge(z).to(x.dtype) for d, z in zip(detectors, latents, strict=False)]
+        return scores, latents[len(detectors) :]
+
     for index, (x, _) in enumerate(tracked(batches_on(detectors[0].device, data, batch_size), "scoring")):
         with torch.no_grad(), full_float32():
-            read = dict(zip(readers, run(x), strict=True))
-            latents = [read[key] for key in keys]
-            scores = [d.judge(z).to(x.dtype) for d, z in zip(detectors, latents, strict=False)]
-        for detector, found in zip(detectors, scores, strict=True):
-            check_scores(found, detector, f", first in batch {index}")
-        yield scores, latents[len(detectors) :]
+            found, further = zip(*in_portions(scored, x), strict=True)
+        scores = [torch.cat(parts) for parts in zip(*found, strict=True)]
+        for detector, values in zip(detectors, scores, strict=True):
+            check_scores(values, detector, f", first in batch {index}")
+        yield scores, [joined(list(parts)) for parts in zip(*further, strict=True)]

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from gatecrash.attacks import admit, evict
 from gatecrash.attacks.classifier import stepper_for
-from gatecrash.attacks.worst_case import BUDGETS
 from gatecrash.audit.checks.cost import Meter
 from gatecrash.audit.job import Job
 from gatecrash.audit.plan import AttackPlan
 from gatecrash.audit.run import INLIERS, Measured, attack_key
+from gatecrash.audit.steps import steps_and_restarts
 from gatecrash.ball import Ball
 from gatecrash.bundle import Row
 from gatecrash.detectors import Detector
@@ -338,14 +338,6 @@ def strength(attack: AttackPlan) -> tuple[bool, bool, bool, int, float]:
     steps, restarts = steps_and_restarts(attack)
     suite = attack.name == "worst_case"
     return aims_at_score(attack), len(attack.sides) == 2, suite, steps * restarts, attack.ball.ball().eps
-
-
-def steps_and_restarts(attack: AttackPlan) -> tuple[int, int]:
-    """Steps per run and runs per image; of a suite those of its attack on the score."""
-    if attack.name == "worst_case":
-        budget = BUDGETS[attack.budget or "standard"]
-        return budget.steps, budget.restarts
-    return attack.steps, attack.restarts
 
 
 def aims_at_score(attack: AttackPlan) -> bool:
