@@ -25,11 +25,8 @@ from gatecrash.stepper import Apgd, choose
 DOUBTS = (1.0, 0.5, 1.0, 0.25)
 """How often an answer is doubted at most; where there is none, the shares of the whole box that are looked through."""
 
-SURE = 0.9
+SURE = 0.97
 """The share of a radius inside which nothing should cross."""
-
-NEARLY = 0.96
-"""The same for leaps, which come last."""
 
 OTHERS: tuple[Stepper, ...] = (Averaged(0.1, 0.01), Apgd(), Averaged(), Apgd(), Averaged(0.05, 0.05, memory=0), Apgd())
 """The attacks that doubt an answer, from the image itself at first, then from random points."""
@@ -83,8 +80,8 @@ def minimal(
     Every sample's ball grows until a point across is found in it, then its radius is bisected. Each round is one APGD
     search inside balls of the samples' own radii, started from the nearest point across, and a sample leaves it as
     soon as it crosses. A search that fails proves nothing, so the answer is then doubted: other attacks from other
-    starts look inside nine tenths of the radius, or in the whole box where none was found, and leaps across valleys
-    from the best of their points. Where one of them crosses the bisection goes on from there, with leaps where it took
+    starts look inside 97 % of the radius, or in the whole box where none was found, and leaps across valleys from the
+    best of their points. Where one of them crosses the bisection goes on from there, with leaps where it took
     them. The distances are of points that were found, so upper bounds of the smallest ones.
 
     Args:
@@ -175,7 +172,7 @@ class _Hunt:
             anywhere = Radii(self.kind, radius, self.box.box).random_start(self.start, uniform.to(self.start))
             left = self._look(left, radius, stepper, anywhere if turn else self.start, 3 * self.steps)
         left = rows[self.high[rows] == before[rows]]
-        self._leap(left, torch.where(lost, radius, NEARLY * self.high), self.best)
+        self._leap(left, radius, self.best)
         wrong = self.high < before
         self.rugged[left] |= wrong[left]
         self.low[wrong] = 0
