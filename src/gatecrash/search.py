@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 from dataclasses import replace
+from operator import index
 from typing import Literal, TypedDict, get_args
 
 import torch
@@ -283,9 +284,9 @@ def generator_for(generator: torch.Generator | int | None, device: torch.device)
     """The generator itself, or a new one on the device with the given seed, 0 for None."""
     if isinstance(generator, torch.Generator):
         return generator
-    if generator is not None and not isinstance(generator, int):
+    if generator is not None and not hasattr(generator, "__index__"):
         raise TypeError(f"generator must be a torch.Generator, a seed or None, got {generator!r}")
-    return torch.Generator(device).manual_seed(generator or 0)
+    return torch.Generator(device).manual_seed(0 if generator is None else index(generator))
 
 
 def generators_for(generator: torch.Generator | int | None, device: torch.device, count: int) -> list[torch.Generator]:

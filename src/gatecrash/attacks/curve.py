@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Literal
 
 import torch
@@ -181,7 +182,7 @@ def curve_of(
 def _check_rows(norm: object, at: object) -> None:
     """Raises a ValueError unless these are the name of a norm, and sizes in it."""
     check_norm(norm)
-    if not isinstance(at, Sequence) or not all(isinstance(each, int | float) for each in at):
+    if not isinstance(at, Sequence) or not all(isinstance(each, Real) for each in at):
         raise ValueError(f"at must be a list of norms, such as [1 / 255], got {at!r}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Literal
 
 import torch
@@ -102,7 +103,7 @@ def minimal(
     check_images(images)
     check_side(side)
     check_counts(steps=steps, rounds=rounds, batch_size=batch_size)
-    if not (isinstance(tolerance, float) and 0 < tolerance < 1):
+    if not (isinstance(tolerance, Real) and 0 < tolerance < 1):
         raise ValueError(f"tolerance must lie in (0, 1), got {tolerance!r}")
     check_level("threshold", threshold)
     limit = torch.as_tensor(threshold, dtype=images.dtype, device=images.device)

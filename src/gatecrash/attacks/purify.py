@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Unpack
 
 import torch
@@ -51,7 +52,7 @@ def purify(
     """
     if not callable(judge):
         raise TypeError(f"judge must be a function of features, such as a detector's judge, got {judge!r}")
-    if not isinstance(pull, int | float):
+    if not isinstance(pull, Real):
         raise ValueError(f"pull must be a number, got {pull!r}")
     if not pull >= 0:
         raise ValueError(f"pull must not be negative, got {pull:g}")

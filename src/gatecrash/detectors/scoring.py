@@ -63,7 +63,10 @@ def score_batches(
     for index, (x, _) in enumerate(tracked(batches_on(detectors[0].device, data, batch_size), "scoring")):
         with torch.no_grad(), full_float32():
             found, further = zip(*in_portions(scored, x), strict=True)
-        scores = [torch.cat(parts) for parts in zip(*found, strict=True)]
-        for detector, values in zip(detectors, scores, strict=True):
-            check_scores(values, detector, f", first in batch {index}")
-        yield scores, [joined(list(parts)) for parts in zip(*further, strict=True)]
+        for portion in found:
+            for detector, scores in zip(detectors, portion, strict=True):
+                check_scores(scores, detector, f", first in batch {index}")
+        yield (
+            [torch.cat(parts) for parts in zip(*found, strict=True)],
+            [joined(list(parts)) for parts in zip(*further, strict=True)],
+        )
