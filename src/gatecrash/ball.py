@@ -234,9 +234,14 @@ def distance(x: Tensor, other: Tensor, norm: str) -> Tensor:
     if norm == "l2":
         length: Tensor = torch.linalg.vector_norm(difference, dim=1)
         return length
-    if norm == "linf":
-        return difference.abs_().amax(dim=1)
-    raise ValueError(f"norm must be 'l2' or 'linf', got {norm!r}")
+    check_norm(norm)
+    return difference.abs_().amax(dim=1)
+
+
+def check_norm(norm: object) -> None:
+    """Raises a ValueError unless it is the name of a norm."""
+    if norm not in ("l2", "linf"):
+        raise ValueError(f"norm must be 'l2' or 'linf', got {norm!r}")
 
 
 def normalised(gradient: Tensor) -> Tensor:

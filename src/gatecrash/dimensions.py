@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gatecrash.encoder import Encoder, as_encoder, first_tensor
-from gatecrash.fused import first_line
+from gatecrash.errors import first_line
 from gatecrash.protocols import Latent, leaves
 
 PIXEL_BITS = 8

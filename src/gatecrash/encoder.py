@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from gatecrash import prepared
 from gatecrash.checkpointing import blocks_of, checkpointed
+from gatecrash.errors import first_line
 from gatecrash.images import check_form, resized
 from gatecrash.protocols import Latent
 from gatecrash.taps import evaluating as evaluating
@@ -193,7 +194,7 @@ class Encoder(nn.Module):
         try:
             return self.model(inputs)
         except RuntimeError as error:
-            reason = str(error).strip().split("\n", 1)[0]
+            reason = first_line(error)
             if not _ABOUT_SHAPES.search(reason):
                 raise
             raise ValueError(

@@ -10,6 +10,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from gatecrash.errors import first_line
 from gatecrash.preparation import current_preparation
 from gatecrash.speed import current_pace
 
@@ -30,11 +31,6 @@ def warn_uncompiled(name: str, error: Exception) -> None:
     reason = first_line(getattr(error, "inner_exception", error))
     message = f"{name} cannot be compiled, and runs uncompiled, which is slower: {reason}"
     warnings.warn(message, RuntimeWarning, stacklevel=3)
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's message."""
-    return str(error).strip().split("\n", 1)[0]
 
 
 class Fused(Generic[P, R]):

@@ -24,8 +24,8 @@ class Portions:
     halved until they fit, and stay so.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.rows: int | None = ON_CPU if device.type == "cpu" else None
+    def __init__(self, device: torch.device, rows: int | None = None) -> None:
+        self.rows = rows or (ON_CPU if device.type == "cpu" else None)
 
     def evaluate(self, function: Callable[[Tensor, Tensor], Evaluation], x: Tensor, rows: Tensor) -> Evaluation:
         """What a function gives for samples (B, ...) and their indices (B,).
@@ -33,18 +33,25 @@ class Portions:
         Raises:
             torch.OutOfMemoryError: there is no room for a single sample.
         """
-        while True:
-            size = len(x) if self.rows is None else self.rows
+        parts = self.run(function, x, rows)
+        return parts[0] if len(parts) == 1 else _joined(parts)
+
+    def run(self, function: Callable[..., T], x: Tensor, *further: Tensor) -> list[T]:
+        """What a function gives for portions of samples, and of whatever else there is one of for each."""
+        done, parts = 0, []
+        while done < len(x):
+            size = min(self.rows or len(x), len(x) - done)
             try:
-                if len(x) <= size:
-                    return function(x, rows)
-                return _joined([function(*part) for part in zip(x.split(size), rows.split(size), strict=True)])
+                parts.append(function(*(tensor[done : done + size] for tensor in (x, *further))))
+                done += size
+                continue
             except torch.OutOfMemoryError:
-                size = min(size, len(x))
                 if size == 1:
                     raise
                 self.rows = size // 2
-            let_go(x.device)
+            if x.device.type == "cuda":
+                torch.cuda.empty_cache()
+        return parts
 
 
 def in_portions(function: Callable[[Tensor], T], x: Tensor, size: int | None = None) -> list[T]:
@@ -53,25 +60,7 @@ def in_portions(function: Callable[[Tensor], T], x: Tensor, size: int | None = N
     Raises:
         torch.OutOfMemoryError: there is no room for a single image.
     """
-    size, done, parts = size or len(x), 0, []
-    while done < len(x):
-        try:
-            parts.append(function(x[done : done + size]))
-            done += size
-            continue
-        except torch.OutOfMemoryError:
-            size = min(size, len(x) - done)
-            if size == 1:
-                raise
-            size //= 2
-        let_go(x.device)
-    return parts
-
-
-def let_go(device: torch.device) -> None:
-    """Give memory back that is held for nothing."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    return Portions(x.device, size or len(x)).run(function, x)
 
 
 def _joined(parts: list[Evaluation]) -> Evaluation:

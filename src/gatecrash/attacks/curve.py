@@ -11,9 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gatecrash.attacks.options import check_norm
 from gatecrash.attacks.score import admit, evict, require_fitted, scores
-from gatecrash.ball import Linf
+from gatecrash.ball import Linf, check_norm
 from gatecrash.found import Found
 from gatecrash.images import check_images
 from gatecrash.metrics import auroc

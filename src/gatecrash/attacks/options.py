@@ -5,19 +5,13 @@ from __future__ import annotations
 from gatecrash.ball import Ball
 from gatecrash.search import check_counts
 
-__all__ = ["check_ball", "check_counts", "check_norm", "check_side"]
+__all__ = ["check_ball", "check_counts", "check_side"]
 
 
 def check_side(side: object) -> None:
     """Raises a ValueError unless it is one of the two sides."""
     if side not in ("out", "in"):
         raise ValueError(f"side must be 'out' or 'in', got {side!r}")
-
-
-def check_norm(norm: object) -> None:
-    """Raises a ValueError unless it is the name of a norm."""
-    if norm not in ("l2", "linf"):
-        raise ValueError(f"norm must be 'l2' or 'linf', got {norm!r}")
 
 
 def check_ball(ball: object) -> None:

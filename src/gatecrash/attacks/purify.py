@@ -13,6 +13,7 @@ from torch import Tensor
 from gatecrash.attacks.options import check_ball, check_counts
 from gatecrash.ball import Ball, Linf
 from gatecrash.found import Found
+from gatecrash.portions import in_portions
 from gatecrash.search import SearchOptions, search
 from gatecrash.stepper import Langevin
 
@@ -86,7 +87,7 @@ def purify(
 def _scores(judge: Callable[[Tensor], Tensor], z: Tensor, batch_size: int | None) -> Tensor:
     """The scores of features batch by batch, (B,), without gradients."""
     with torch.no_grad():
-        return torch.cat([judge(part) for part in z.split(batch_size or len(z))])
+        return torch.cat(in_portions(judge, z, batch_size))
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
+from gatecrash.ball import check_norm
 from gatecrash.detectors.base import Card, Detector, read_saved, register, state_names
 from gatecrash.detectors.logits import positive
 from gatecrash.encoder import as_encoder
@@ -262,8 +263,7 @@ class CCU(Certified):
         """
         check_images(x)
         self.require_fitted()
-        if norm not in get_args(Norm):
-            raise ValueError(f"norm must be 'l2' or 'linf', got {norm!r}")
+        check_norm(norm)
         if not 0 <= radius < math.inf:
             raise ValueError(f"radius must not be negative, got {radius:g}")
         width = len(self.centre)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from gatecrash.fused import first_line
+from gatecrash.errors import first_line
 from gatecrash.networks.folding import folded, hooked
 from gatecrash.preparation import Preparation
 from gatecrash.prepared.network import Plain, PreparedNetwork, filled

@@ -16,6 +16,7 @@ from gatecrash.audit.checks.registry import Finding, check, per_attack, per_dete
 from gatecrash.ball import normalised
 from gatecrash.detectors import Detector, Expected
 from gatecrash.objective import Entropy, LowerScore
+from gatecrash.portions import in_portions
 from gatecrash.protocols import Objective
 from gatecrash.search import generator_for, search
 from gatecrash.speed import full_float32
@@ -297,7 +298,7 @@ def exactly(detector: Detector, inliers: Tensor, outliers: Tensor, batch_size: i
     with torch.autocast(inliers.device.type, enabled=False), full_float32():
         judge, x, precision = in_double(detector, torch.cat([inliers, outliers]))
         with torch.no_grad():
-            parts = [judge.judge(judge.encode(batch)) for batch in x.split(batch_size)]
+            parts = in_portions(lambda batch: judge.judge(judge.encode(batch)), x, batch_size)
         exact = torch.cat(parts).cpu().double()
     return Standing(exact[: len(inliers)], exact[len(inliers) :]), precision
 
