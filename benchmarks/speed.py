@@ -226,7 +226,7 @@ def throughput(data: Path, options: argparse.Namespace) -> Results:
     encoder = gate.Encoder(model)
     rows = []
     for batch in options.batches:
-        x, target = (repeated(images, batch) for images in (rays, images))
+        x, target = repeated(rays, batch), repeated(images, batch)
         labels = torch.zeros(batch, dtype=torch.long, device=DEVICE)
 
         def hand(steps: int, x: Tensor = x, target: Tensor = target, batch: int = batch) -> object:
