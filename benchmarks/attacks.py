@@ -3,7 +3,8 @@
     python benchmarks/attacks.py DATA OUT --parts two_sided,collisions,curves,minimal,verdicts [--count 500]
 
 A part can be of some detectors only, as in `two_sided:odin+msp`, whose file is two_sided_odin_msp.json. `worst` is the
-second audit of `verdicts` alone, on `--worst` images of either side.
+second audit of `verdicts` alone, on `--worst` images of either side; `verdicts_curves` and `verdicts_collisions` are
+audits with the attacks of `curves` and of `collisions`.
 
 DATA holds cifar10_train.npz, cifar10_test.npz, gtsrb_test.npz and tiny.npz (x uint8 N×H×W×3, y) at 32×32, and
 densenet_bc.safetensors and resnet20.safetensors. OUT gets one JSON file per part, written after every stage, and the
@@ -234,38 +235,46 @@ def two_sided(setting: Setting, steps: int = 10) -> Results:
 
 def collisions(setting: Setting, eps: float = 10.0) -> Results:
     """Noise made to collide with inliers in the logits of ODIN's preprocessed input, for each of sixteen settings."""
-    table, steps = [], setting.options.steps
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.rand(setting.inliers.shape, generator=generator).to(setting.device)
+    table, steps, noise = [], setting.options.steps, noise_like(setting)
     apart = (noise - setting.inliers).flatten(1).norm(dim=1)
-    for temperature in (1.0, 10.0, 100.0, 1000.0):
-        for magnitude in (0.0, 0.001, 0.002, 0.004):
-            detector = gate.detectors.ODIN(setting.logits, temperature=temperature, magnitude=magnitude)
-            found = gate.collide(detector.encode, noise, setting.inliers, gate.L2(eps), steps=steps)
-            inside, clean, after = (detector.scores(x, 500) for x in (setting.inliers, noise, found.x))
-            table.append(
-                {
-                    "temperature": temperature,
-                    "magnitude": magnitude,
-                    "clean": auroc(inside, clean),
-                    "attacked": auroc(inside, after),
-                    "mape_median": float(found.mape.median()),
-                    "mape_p90": float(found.mape.quantile(0.9)),
-                    "target_distance_min": float(apart.min()),
-                    "target_distance_median": float(apart.median()),
-                }
-            )
-            print(json.dumps(table[-1]), flush=True)
-            yield {"eps": eps, "steps": steps, "rows": table}
+    for name, detector in sixteen(setting).items():
+        found = gate.collide(detector.encode, noise, setting.inliers, gate.L2(eps), steps=steps)
+        inside, clean, after = (detector.scores(x, 500) for x in (setting.inliers, noise, found.x))
+        table.append(
+            {
+                "detector": name,
+                "clean": auroc(inside, clean),
+                "attacked": auroc(inside, after),
+                "mape_median": float(found.mape.median()),
+                "mape_p90": float(found.mape.quantile(0.9)),
+                "target_distance_min": float(apart.min()),
+                "target_distance_median": float(apart.median()),
+            }
+        )
+        print(json.dumps(table[-1]), flush=True)
+        yield {"eps": eps, "steps": steps, "rows": table}
+
+
+def sixteen(setting: Setting) -> dict[str, Any]:
+    """ODIN with every temperature and magnitude of Liang et al.'s Table 2."""
+    return {
+        f"T {temperature:g}, magnitude {magnitude:g}": gate.detectors.ODIN(
+            setting.logits, temperature=temperature, magnitude=magnitude
+        )
+        for temperature in (1.0, 10.0, 100.0, 1000.0)
+        for magnitude in (0.0, 0.001, 0.002, 0.004)
+    }
+
+
+def noise_like(setting: Setting) -> Tensor:
+    """As many images of uniform noise as there are inliers."""
+    return torch.rand(setting.inliers.shape, generator=torch.Generator().manual_seed(0)).to(setting.device)
 
 
 def curves(setting: Setting) -> Results:
     """AUROC against the size of the perturbation, in the shape of Fort's tables, both directions and both norms."""
-    table = []
-    named = {name: setting.detectors[name] for name in ("msp", "mahalanobis", "rmd") if name in setting.detectors}
-    named |= {title: both for title, both in setting.ensembles.items() if title.partition(",")[0] in named}
-    count = len(setting.inliers)
-    for name, detector in named.items():
+    table, count = [], len(setting.inliers)
+    for name, detector in curved(setting).items():
         for key, outliers in setting.outliers.items():
             for direction in ("in", "out"):
                 for norm, at in (("linf", [PIXEL]), ("l2", [0.1, 0.2])):
@@ -289,6 +298,12 @@ def curves(setting: Setting) -> Results:
                     )
                     print(name, key, direction, norm, table[-1]["rows"], flush=True)
                     yield {"count": count, "rows": table}
+
+
+def curved(setting: Setting) -> dict[str, Any]:
+    """The detectors of Fort's tables, of those that are asked for, and their ensembles."""
+    named = {name: setting.detectors[name] for name in ("msp", "mahalanobis", "rmd") if name in setting.detectors}
+    return named | {title: both for title, both in setting.ensembles.items() if title.partition(",")[0] in named}
 
 
 def smallest(setting: Setting) -> Results:
@@ -322,14 +337,30 @@ def smallest(setting: Setting) -> Results:
 def verdicts(setting: Setting) -> Results:
     """What the checks say of audits with the attacks of the other parts: 10 steps, the collision, the suite."""
     pixel, steps = {"norm": "linf", "eps": PIXEL}, setting.options.steps
-    noise = torch.rand(setting.inliers.shape, generator=torch.Generator().manual_seed(0)).to(setting.device)
     short = [
         {"name": "softmax", "ball": pixel, "steps": 10},
         {"name": "admit", "side": "both", "ball": pixel, "steps": 10},
         {"name": "collide", "of": "detector", "ball": {"norm": "l2", "eps": 10.0}, "start": ["noise"], "steps": steps},
     ]
-    first = {"10 steps and collisions": (short, setting.outliers | {"noise": noise}, len(setting.inliers))}
+    first = {
+        "10 steps and collisions": (short, setting.outliers | {"noise": noise_like(setting)}, len(setting.inliers))
+    }
     yield from audited(setting, first | (suite_of(setting) if setting.options.worst else {}))
+
+
+def verdicts_curves(setting: Setting) -> Results:
+    """The same of Fort's attack, in the ball that its steps can reach, on the detectors of the curves."""
+    attack = {"name": "admit", "side": "both", "steps": 30, "step": 3e-4, "ball": {"norm": "linf", "eps": 30 * 3e-4}}
+    setting.detectors = curved(setting)
+    yield from audited(setting, {"30 steps of 3e-4": ([attack], setting.outliers, len(setting.inliers))})
+
+
+def verdicts_collisions(setting: Setting) -> Results:
+    """The same of the sixteen collisions."""
+    noise, steps = noise_like(setting), setting.options.steps
+    attack = {"name": "collide", "of": "detector", "ball": {"norm": "l2", "eps": 10.0}, "steps": steps}
+    setting.detectors = sixteen(setting)
+    yield from audited(setting, {"sixteen collisions": ([attack], {"noise": noise}, len(setting.inliers))})
 
 
 def worst(setting: Setting) -> Results:
@@ -371,7 +402,8 @@ def audited(setting: Setting, audits: Audits) -> Results:
     table = []
     for title, (attacks, outliers, count) in audits.items():
         began = time.monotonic()
-        name = "_".join([title.replace(", ", "_").replace(" ", "_"), str(count), *setting.detectors])
+        named = [name for name in setting.detectors if name in setting.fitted]
+        name = "_".join([title.replace(", ", "_").replace(" ", "_"), str(count), *named])
         folder = setting.options.out / f"audit_{name}"
         sets = {name: x[:count] for name, x in outliers.items()}
         if not (folder / "results.json").is_file():
@@ -411,6 +443,8 @@ PARTS = {
     "curves": curves,
     "minimal": smallest,
     "verdicts": verdicts,
+    "verdicts_curves": verdicts_curves,
+    "verdicts_collisions": verdicts_collisions,
     "worst": worst,
     "precision": precision,
 }

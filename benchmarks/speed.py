@@ -213,8 +213,8 @@ def collide(data: Path, options: argparse.Namespace) -> Results:
 def throughput(data: Path, options: argparse.Namespace) -> Results:
     """Images times steps per second on ResNet-18 at 224 px: a collision, and PGD as the peers have it.
 
-    The weights are random, and batch norm has the statistics of the images: with those of no images at all a random
-    network tells images hardly apart, and a collision comes so near that half precision is given up. The rate is that
+    The weights are random, and batch norm has the statistics of the images: with those of no images at all a network
+    tells them hardly apart. Even so a collision may come so near that it gives half precision up. The rate is that
     of the steps beyond a run of half the length, so that what a run does once is left out; `whole` has it in. The share
     of steps in half precision is the first of `--far`; with the others there are rows of their own.
     """
