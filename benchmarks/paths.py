@@ -1,10 +1,11 @@
 """The fast path of a collision beside the plain one, on a GPU: what docs/results/speed.md says of the two.
 
-    python benchmarks/paths.py DATA OUT [resnet50 densenet]
+    python benchmarks/paths.py DATA OUT [resnet50 densenet resnet18] [--doubts]
 
 64 collisions each, as in steppers.py: with CUDA graphs and without, with other shares of the run in half precision, in
 float32, and with a stop at which half of them leave; and how often the host waits for the device in 40 steps and in 80.
-OUT gets paths.json after every row.
+With `--doubts`, which a CPU can run too, what it is good for that a search doubts half precision on its way. `resnet18`
+has random weights, as in the throughput of speed.py. OUT gets paths.json after every row.
 """
 
 from __future__ import annotations
@@ -64,6 +65,17 @@ def rows_of(collision: Collision, long: int) -> Iterator[Row]:
     yield collision.run(long, "float32", 0.0)[1]
 
 
+def doubted(collision: Collision) -> Iterator[Row]:
+    """Half precision to the end, half precision as long as it is of use, and float32."""
+    doubts, uncompiled = play.DOUBTS, None if DEVICE == "cpu" else 1
+    for steps in (40, 100):
+        with preparing(devices=(DEVICE,), compile_after=uncompiled):
+            for looks in ((), doubts):
+                play.DOUBTS = looks
+                yield {"doubts": looks, **collision.run(steps, "mixed", 0.97)[1]}
+        yield collision.run(steps, "float32", 0.0)[1]
+
+
 def held(found: gate.Found, stop: Tensor) -> bool:
     """Whether all that is called a success is one."""
     return bool((found.value[found.success] <= stop).all())
@@ -92,12 +104,14 @@ def main() -> None:
     parser.add_argument("latents", nargs="*", default=["resnet50", "densenet"])
     parser.add_argument("--count", type=int, default=64)
     parser.add_argument("--long", type=int, default=1000, help="steps of the long runs")
+    parser.add_argument("--doubts", action="store_true", help="with and without the doubts of half precision instead")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     device = torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu"
     rows: list[Row] = []
     for name in options.latents:
-        for row in rows_of(Collision(options.data, name, options.count), options.long):
+        collision = Collision(options.data, name, options.count)
+        for row in doubted(collision) if options.doubts else rows_of(collision, options.long):
             rows.append({"latent": name, **row})
             print(rows[-1], flush=True)
             write_text(options.out / "paths.json", json.dumps({"device": device, "rows": rows}, indent=1))

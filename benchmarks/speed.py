@@ -85,6 +85,21 @@ def resnet50(data: Path) -> nn.Module:
     return model.to(DEVICE).eval().requires_grad_(False)
 
 
+def resnet18(images: Tensor) -> nn.Module:
+    """ResNet-18 with random weights; its batch norm has the statistics of the images."""
+    from torchvision.models import resnet18 as build
+
+    torch.manual_seed(0)
+    model: nn.Module = build().to(DEVICE).requires_grad_(False)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.momentum = None  # the mean over all batches
+    with torch.no_grad():
+        for part in images.split(64):
+            model.train()(part)
+    return model.eval()
+
+
 def imagenet(data: Path, count: int) -> tuple[Tensor, Tensor]:
     """ImageNet images, and the x-ray as often as there are images."""
     x = torch.from_numpy(np.load(data / "imagenet.npz")["x"][:count]).permute(0, 3, 1, 2).float().div(255)
@@ -218,13 +233,9 @@ def throughput(data: Path, options: argparse.Namespace) -> Results:
     of the steps beyond a run of half the length, so that what a run does once is left out; `whole` has it in. The share
     of steps in half precision is the first of `--far`; with the others there are rows of their own.
     """
-    from torchvision.models import resnet18
-
-    torch.manual_seed(0)
     images, rays = imagenet(data, options.count)
-    model = with_statistics(resnet18(num_classes=1000).to(DEVICE), images).eval().requires_grad_(False)
+    model, rows = resnet18(images), []
     encoder = gate.Encoder(model)
-    rows = []
     for batch in options.batches:
         x, target = repeated(rays, batch), repeated(images, batch)
         labels = torch.zeros(batch, dtype=torch.long, device=DEVICE)
@@ -271,17 +282,6 @@ def throughput(data: Path, options: argparse.Namespace) -> Results:
             row = {"batch": batch, "what": name, "image_steps_per_second": rate}
             rows.append(row | {"whole": batch * options.length / whole, "copies": prepared.facts(model)})
             yield {"far": options.far, "rows": rows}
-
-
-def with_statistics(model: nn.Module, images: Tensor) -> nn.Module:
-    """A network whose batch norm has the statistics of some images."""
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.momentum = None  # the mean over all batches
-    with torch.no_grad():
-        for part in images.split(64):
-            model.train()(part)
-    return model
 
 
 def repeated(images: Tensor, count: int) -> Tensor:
@@ -361,9 +361,10 @@ def curve(data: Path, options: argparse.Namespace) -> Results:
 
 def latent_of(data: Path, name: str, count: int) -> tuple[gate.Encoder, Tensor, Tensor, float]:
     """An encoder, starting points, targets and the radius: the x-ray and ImageNet, or noise and CIFAR-10."""
-    if name == "resnet50":
+    if name.startswith("resnet"):
         images, start = imagenet(data, count)
-        return gate.Encoder(resnet50(data), **IMAGENET), start, images, EPS
+        encoder = gate.Encoder(resnet18(images)) if name == "resnet18" else gate.Encoder(resnet50(data), **IMAGENET)
+        return encoder, start, images, EPS
     targets = cifar(data, "cifar10_test", count)
     noise = torch.rand(targets.shape, generator=torch.Generator(DEVICE).manual_seed(0), device=DEVICE)
     return gate.Encoder(densenet(data), "avgpool", **CIFAR), noise, targets, 10.0
