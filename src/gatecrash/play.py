@@ -28,7 +28,7 @@ DOUBTS = (0.5, 0.75)
 """Where in a mixed run a few samples are evaluated in float32 too, to see whether half precision is still of use."""
 
 FEW = 24
-"""So many of them, spread over the batch: too few for code to be compiled for."""
+"""So many of them, drawn anew every time: too few for code to be compiled for."""
 
 ROUGH = 0.02
 """How far apart the two values may be, as a share of them: from there on rounding is what leads the search."""
@@ -188,7 +188,7 @@ def run_from(
             play.take(x, play.value, settings.keep)
             bar.advance()
             break
-        if step in doubts and step < far and _is_rough(settings, play):
+        if step in doubts and step < far and _is_rough(settings, play, step):
             far = step
         if 0 < step == far:
             _restate(play, state, try_out(play.x))
@@ -291,10 +291,13 @@ def _going(settings: Settings, play: Play, limit: Tensor, start_value: Tensor) -
     return going
 
 
-def _is_rough(settings: Settings, play: Play) -> bool:
-    """Whether half precision is too rough for the values that have been reached, by a look at some samples."""
-    count = len(play.rows)
-    few = torch.linspace(0, count - 1, min(FEW, count), device=play.rows.device).round().long()
+def _is_rough(settings: Settings, play: Play, step: int) -> bool:
+    """Whether half precision is too rough for the values that have been reached, by a look at some samples.
+
+    They are drawn by numbers of their own, since the samples may be in an order that an even spread would miss.
+    """
+    own = torch.Generator().manual_seed(step)
+    few = torch.randperm(len(play.rows), generator=own)[:FEW].to(play.rows.device, non_blocking=True)
     value, _ = evaluate(settings, play.x[few], play.rows[few], "prepared")
     play.evaluations = play.evaluations + torch.zeros_like(play.rows).index_fill(0, few, 1)
     near = (value - play.value[few]).abs() <= ROUGH * value.abs()

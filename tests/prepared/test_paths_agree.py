@@ -62,20 +62,34 @@ def test_collisions_come_as_close_where_some_are_within_reach_and_others_are_not
     encoder: Encoder, share: float, first: bool
 ) -> None:
     """Those out of reach stand first, or among the others: half precision may not be judged by them alone."""
-    count = 64
-    target, order = pictures("fashion:test", count), torch.arange(count)
-    far = order < share * count if first else (order % 10) < 10 * share
-    noise = torch.randn(target.shape, generator=torch.Generator().manual_seed(0))
-    start = torch.where(far.view(-1, 1, 1, 1), pictures("noise", count), (target + 0.02 * noise).clamp(0, 1))
-
-    def run(precision: Any) -> gate.Found:
-        return gate.collide(encoder, start, target, gate.L2(2.0), steps=100, precision=precision)
-
-    plain, fast = both_ways(run, encoder)
+    order = torch.arange(64)
+    far = order < share * 64 if first else (order % 10) < 10 * share
+    plain, fast = collided(encoder, far)
     for some in (far, ~far):
         assert fast.mape[some].median() <= 1.05 * plain.mape[some].median() + 1e-4
     assert (fast.mape < 1e-3).float().mean() >= (plain.mape < 1e-3).float().mean() - 0.05
     assert plain.mape[far].median() > 50 * plain.mape[~far].median()
+
+
+def test_collisions_come_as_close_where_few_are_within_reach_in_even_steps(encoder: Encoder) -> None:
+    """Twelve of 64, in steps that an even spread of samples over the batch would fall between."""
+    near = torch.zeros(64, dtype=torch.bool)
+    near[torch.linspace(1, 62, 12).round().long()] = True
+    plain, fast = collided(encoder, ~near)
+    assert fast.mape[near].median() <= 1.05 * plain.mape[near].median() + 1e-5
+    assert (fast.mape[near] < 1e-4).sum() >= (plain.mape[near] < 1e-4).sum() - 2
+
+
+def collided(encoder: Encoder, far: Tensor) -> tuple[gate.Found, gate.Found]:
+    """Collisions both ways, some of them from noise, out of reach, and the others from near their targets."""
+    target = pictures("fashion:test", len(far))
+    noise = torch.randn(target.shape, generator=torch.Generator().manual_seed(0))
+    start = torch.where(far.view(-1, 1, 1, 1), pictures("noise", len(far)), (target + 0.02 * noise).clamp(0, 1))
+
+    def run(precision: Any) -> gate.Found:
+        return gate.collide(encoder, start, target, gate.L2(2.0), steps=100, precision=precision)
+
+    return both_ways(run, encoder)
 
 
 @pytest.mark.parametrize("ball", [gate.Linf(4 / 255), gate.L2(0.6)], ids=str)
