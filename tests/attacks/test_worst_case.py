@@ -64,6 +64,7 @@ def test_evaluations_are_reported_per_attack_and_add_up() -> None:
         "square",
         "score from the best",
         "mean gradients from the best",
+        "falling steps from the best",
     }
     assert sum(found.spent.values()) == calls
     assert int(found.evaluations.sum()) == calls - found.spent["targets"]

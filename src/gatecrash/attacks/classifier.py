@@ -14,7 +14,7 @@ from gatecrash.images import check_images, check_labels
 from gatecrash.objective import Misclassify
 from gatecrash.protocols import Stepper
 from gatecrash.search import SearchOptions, search
-from gatecrash.stepper import Normalised, Sign
+from gatecrash.stepper import Normalised, ScheduleName, Sign
 
 
 @register("fgsm", aim="classifier", paper="Goodfellow et al., 2015")
@@ -77,6 +77,9 @@ def _attack(
     return search(objective, images, ball, stepper=stepper, steps=steps, **options)
 
 
-def stepper_for(ball: Ball, step: float | None = None, share: float = 0.1) -> Stepper:
+def stepper_for(
+    ball: Ball, step: float | None = None, share: float = 0.1, schedule: ScheduleName = "constant"
+) -> Stepper:
     """Steps of the ball's own kind: signs in L∞, normalised gradients in L2; by default a share of ε long."""
-    return Sign(step, share=share) if isinstance(ball, Linf) else Normalised(step, share=share)
+    kind = Sign if isinstance(ball, Linf) else Normalised
+    return kind(step, schedule, share)

@@ -158,8 +158,16 @@ class Suite:
             "mean gradients",
             partial(self._descend, Averaged(), budget.surrogate_steps, restarts=budget.averaged * self.width),
         )
-        # Small steps from the image itself pass through places that large ones leap over.
-        yield "small steps", partial(self._descend, stepper_for(self.ball, share=2.5 / budget.steps), budget.steps)
+        # Small steps from the image itself pass through places that large ones leap over, the smaller the more of them.
+        small = 2 * budget.steps
+        yield "small steps", partial(self._descend, stepper_for(self.ball, share=2.5 / small), small)
+        if budget.starts:
+            # Steps that fall slowly, whatever the score does meanwhile, cross valleys that APGD settles in.
+            falling = stepper_for(self.ball, share=0.25, schedule="linear")
+            yield (
+                "falling steps",
+                partial(self._descend, falling, budget.steps, restarts=budget.restarts * self.width, random_start=True),
+            )
         if getattr(getattr(self.detector, "card", None), "gradient", "exact") != "exact":
             for name, simplify in simpler(self.ball, self.images[0].numel()).items():
                 yield name, partial(self._simplify, simplify)
@@ -178,6 +186,9 @@ class Suite:
             yield "hops from the best", self._hop
         yield "score from the best", partial(self._polish, Apgd(step=eps / 4), budget.steps)
         yield "mean gradients from the best", partial(self._polish, Averaged(0.03, 0.0005), budget.steps)
+        # Steps that fall whatever the score does meanwhile leave the kink that the others have come to rest at.
+        falling = stepper_for(self.ball, share=0.1, schedule="linear")
+        yield "falling steps from the best", partial(self._polish, falling, budget.steps)
 
     def _scores(self, x: Tensor) -> Tensor:
         """The detector's score of images, smaller is better for the attacker; of a randomised one a mean, (B,)."""
