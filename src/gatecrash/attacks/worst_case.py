@@ -47,8 +47,8 @@ def worst_case(
     """The strongest perturbation that a suite of attacks finds, per sample; there is nothing to tune.
 
     In turn: APGD on the score itself, in long runs and from many random points; steps along mean gradients, for scores
-    with kinks, plain small ones, and falling ones; where the detector's card says that the gradient is not exact, the score from
-    simpler versions of every image (few greys, blurred), moved into the ball; where the detector reads logits, APGD on
+    with kinks, plain small ones, and falling ones; where the detector's card says that the gradient is not exact, the
+    score from simpler versions of every image (few greys, blurred), moved into the ball; where it reads logits, APGD on
     surrogates that do not saturate (log-odds, margin, spread of the logits) and towards each of the likeliest classes;
     transfer from the score without preprocessing where it has one; collision with the nearest latents of `others`; a
     gradient-free Square search; and the score once more from the best point of all: with some pixels drawn anew, with
