@@ -336,15 +336,13 @@ def smallest(setting: Setting) -> Results:
 
 def verdicts(setting: Setting) -> Results:
     """What the checks say of audits with the attacks of the other parts: 10 steps, the collision, the suite."""
-    pixel, steps = {"norm": "linf", "eps": PIXEL}, setting.options.steps
+    pixel, noise = {"norm": "linf", "eps": PIXEL}, {"noise": noise_like(setting)}
     short = [
         {"name": "softmax", "ball": pixel, "steps": 10},
         {"name": "admit", "side": "both", "ball": pixel, "steps": 10},
-        {"name": "collide", "of": "detector", "ball": {"norm": "l2", "eps": 10.0}, "start": ["noise"], "steps": steps},
+        from_noise(setting),
     ]
-    first = {
-        "10 steps and collisions": (short, setting.outliers | {"noise": noise_like(setting)}, len(setting.inliers))
-    }
+    first = {"10 steps and collisions": (short, setting.outliers | noise, len(setting.inliers))}
     yield from audited(setting, first | (suite_of(setting) if setting.options.worst else {}))
 
 
@@ -357,10 +355,14 @@ def verdicts_curves(setting: Setting) -> Results:
 
 def verdicts_collisions(setting: Setting) -> Results:
     """The same of the sixteen collisions."""
-    noise, steps = noise_like(setting), setting.options.steps
-    attack = {"name": "collide", "of": "detector", "ball": {"norm": "l2", "eps": 10.0}, "steps": steps}
-    setting.detectors = sixteen(setting)
-    yield from audited(setting, {"sixteen collisions": ([attack], {"noise": noise}, len(setting.inliers))})
+    setting.detectors, noise = sixteen(setting), {"noise": noise_like(setting)}
+    yield from audited(setting, {"sixteen collisions": ([from_noise(setting)], noise, len(setting.inliers))})
+
+
+def from_noise(setting: Setting, eps: float = 10.0) -> dict[str, Any]:
+    """The collision of noise with inliers in what each detector reads, as a plan has it."""
+    ball = {"norm": "l2", "eps": eps}
+    return {"name": "collide", "of": "detector", "ball": ball, "start": ["noise"], "steps": setting.options.steps}
 
 
 def worst(setting: Setting) -> Results:

@@ -67,9 +67,9 @@ def rows_of(collision: Collision, long: int) -> Iterator[Row]:
 
 def doubted(collision: Collision) -> Iterator[Row]:
     """Half precision to the end, half precision as long as it is of use, and float32."""
-    doubts, uncompiled = play.DOUBTS, None if DEVICE == "cpu" else 1
+    doubts, compile_after = play.DOUBTS, None if DEVICE == "cpu" else 1
     for steps in (40, 100):
-        with preparing(devices=(DEVICE,), compile_after=uncompiled):
+        with preparing(devices=(DEVICE,), compile_after=compile_after):
             for looks in ((), doubts):
                 play.DOUBTS = looks
                 yield {"doubts": looks, **collision.run(steps, "mixed", 0.97)[1]}
