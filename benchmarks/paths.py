@@ -1,11 +1,12 @@
 """The fast path of a collision beside the plain one, on a GPU: what docs/results/speed.md says of the two.
 
-    python benchmarks/paths.py DATA OUT [resnet50 densenet resnet18] [--doubts]
+    python benchmarks/paths.py DATA OUT [resnet50 densenet resnet18] [--doubts | --shares]
 
 64 collisions each, as in steppers.py: with CUDA graphs and without, with other shares of the run in half precision, in
 float32, and with a stop at which half of them leave; and how often the host waits for the device in 40 steps and in 80.
 With `--doubts`, which a CPU can run too, what it is good for that a search doubts half precision on its way. `resnet18`
-has random weights, as in the throughput of speed.py. OUT gets paths.json after every row.
+has random weights, as in the throughput of speed.py. With `--shares`, on a CPU too, PGD with constant steps and APGD on
+DenseNet-BC with other shares of the run in half precision instead. OUT gets paths.json after every row.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ import argparse
 import json
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from speed import DEVICE, latent_of, mape_of, now
+from speed import CIFAR, DEVICE, PIXEL, cifar, densenet, latent_of, mape_of, now
 from torch import Tensor
 
 import gatecrash as gate
@@ -76,6 +77,39 @@ def doubted(collision: Collision) -> Iterator[Row]:
         yield collision.run(steps, "float32", 0.0)[1]
 
 
+def shared(data: Path, count: int) -> Iterator[Row]:
+    """What PGD and APGD come to in float32, and with more and more of the run in half precision.
+
+    A sample counts as weaker, or stronger, from 1 % of the median value on. A ball may be too small for half precision,
+    which is then not taken unless asked for, as here.
+    """
+    encoder = gate.Encoder(densenet(data), **CIFAR)
+    detector = gate.detectors.Energy(encoder)
+    inliers, outliers = cifar(data, "cifar10_test", count), cifar(data, "gtsrb_test", count)
+    with torch.no_grad():
+        labels = encoder(inliers).argmax(1)
+    for ball, step in ((gate.Linf(PIXEL), PIXEL / 4), (gate.Linf(8 * PIXEL), 2 * PIXEL), (gate.L2(0.5), 0.1)):
+        ways: dict[str, Callable[[Any], gate.Found]] = {
+            "pgd": lambda precision, ball=ball, step=step: gate.pgd(
+                encoder, inliers, labels, ball, steps=60, step=step, precision=precision
+            ),
+            "evict": lambda precision, ball=ball: gate.evict(detector, inliers, ball, steps=60, precision=precision),
+            "admit": lambda precision, ball=ball: gate.admit(detector, outliers, ball, steps=60, precision=precision),
+        }
+        for way, run in ways.items():
+            plain = run("float32").value
+            yield {"way": way, "ball": str(ball), "precision": "float32", "mean": float(plain.mean())}
+            slack = 0.01 * plain.abs().median()
+            for far in (0.7, 0.9, 0.97):
+                play.FAR = far
+                value = run("mixed").value
+                counts = {
+                    "weaker": int((value > plain + slack).sum()),
+                    "stronger": int((value < plain - slack).sum()),
+                }
+                yield {"way": way, "ball": str(ball), "far": far, "mean": float(value.mean()), **counts}
+
+
 def held(found: gate.Found, stop: Tensor) -> bool:
     """Whether all that is called a success is one."""
     return bool((found.value[found.success] <= stop).all())
@@ -105,16 +139,27 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=64)
     parser.add_argument("--long", type=int, default=1000, help="steps of the long runs")
     parser.add_argument("--doubts", action="store_true", help="with and without the doubts of half precision instead")
+    parser.add_argument("--shares", action="store_true", help="PGD and APGD with other shares of it instead")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     device = torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu"
     rows: list[Row] = []
+    for row in compared(options):
+        rows.append(row)
+        print(rows[-1], flush=True)
+        write_text(options.out / "paths.json", json.dumps({"device": device, "rows": rows}, indent=1))
+
+
+def compared(options: argparse.Namespace) -> Iterator[Row]:
+    """All that was asked for."""
+    if options.shares:
+        with preparing(devices=(DEVICE,), compile_after=None if DEVICE == "cpu" else 1):
+            yield from shared(options.data, options.count)
+        return
     for name in options.latents:
         collision = Collision(options.data, name, options.count)
         for row in doubted(collision) if options.doubts else rows_of(collision, options.long):
-            rows.append({"latent": name, **row})
-            print(rows[-1], flush=True)
-            write_text(options.out / "paths.json", json.dumps({"device": device, "rows": rows}, indent=1))
+            yield {"latent": name, **row}
 
 
 if __name__ == "__main__":
