@@ -237,16 +237,40 @@ def test_jumps_beside_which_a_gradient_is_right_do_not_contradict_it(monkeypatch
 def test_a_short_step_allows_for_no_rounding() -> None:
     """A slope so small beside the score that rounding would excuse any other: at the second step it must not."""
     x = torch.rand(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    direction, noise = torch.ones_like(x), torch.full((4,), 1e3, dtype=torch.float64)
+    direction, rounding = torch.ones_like(x), torch.full((4,), 10.0, dtype=torch.float64)
     slope = torch.tensor([3.0, 3.1, 3.5, -3.0], dtype=torch.float64)
 
-    def wrong(*steps: float) -> list[bool]:
-        return contradicted(lambda at: at.sum(dim=1), x, direction, slope, noise, steps).tolist()
+    def wrong(rounding: Tensor, *steps: float) -> list[bool]:
+        return contradicted(lambda at: at.sum(dim=1), x, direction, slope, rounding, steps)[0].tolist()
 
-    assert wrong(1e-5) == [False] * 4
-    assert contradicted(lambda at: at.sum(dim=1), x, direction, slope, 0 * noise, (1e-5, 1e-8)).tolist() == [
-        False, False, True, True,
-    ]  # fmt: skip
+    assert wrong(rounding, 1e-5) == [False] * 4
+    assert wrong(0 * rounding, 1e-5, 1e-8) == [False, False, True, True]
+
+
+def test_jumps_in_a_saturated_score_tell_nothing_of_its_slope() -> None:
+    """As of ODIN's at temperature 1: a long step crosses a jump, and a short one moves the score less than rounding."""
+    x = torch.zeros(3, 1, dtype=torch.float64)
+    rise, jump = torch.tensor([1e-4, 1e-10, 1e-10]).double(), torch.tensor([0.0, 1e-9, 1e-9]).double()
+
+    def score(at: Tensor) -> Tensor:
+        return -1 + rise[: len(at)] * at[:, 0] + jump[: len(at)] * (at[:, 0] > 4e-7)
+
+    def judged(slope: Tensor) -> tuple[list[bool], list[bool]]:
+        found = [
+            contradicted(
+                lambda at, row=row: score(at.expand(3, 1))[row : row + 1],
+                x[row : row + 1],
+                torch.ones(1, 1).double(),
+                slope[row : row + 1],
+                torch.tensor([2.2e-16]).double(),
+                STEPS["float64"],
+            )
+            for row in range(3)
+        ]
+        return [bool(wrong) for wrong, _ in found], [bool(unsure) for _, unsure in found]
+
+    assert judged(rise) == ([False] * 3, [False, True, True])
+    assert judged(torch.tensor([2e-4, -1e-10, 1e-3]).double()) == ([True, False, True], [False, True, False])
 
 
 def test_a_score_without_any_gradient_is_told_so() -> None:

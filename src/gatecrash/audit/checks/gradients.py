@@ -33,8 +33,11 @@ WRONG = 0.05
 LOST = 0.25
 """The relative difference from the gradient in float64 at which rounding has spoilt one."""
 
-STEPS = {"float64": (1e-5, 1e-8), "float32": (3e-3,)}
+STEPS = {"float64": (1e-5, 1e-6, 1e-7, 1e-8), "float32": (3e-3,)}
 """The steps of differences, each for images that the one before contradicts: a derivative is a limit."""
+
+GUARD, TELLS = 100, 4
+"""By how many times the rounding of a score a difference of two may be off, and from how many on it tells anything."""
 
 PROBED = 16
 """Images whose gradient is compared with finite differences."""
@@ -53,8 +56,9 @@ DRIFT = 0.01
 
 
 def gradient_price(evidence: Evidence) -> int:
-    """One gradient of every image, and of some two more, their score and eight others for two differences twice."""
-    return sum(evidence.passes.values()) * (evidence.count + 1 + 11 * min(PROBED, evidence.count))
+    """One gradient of every image, and of some two more, their score and those for differences in two directions."""
+    scored = 3 + 4 * len(STEPS["float64"])
+    return sum(evidence.passes.values()) * (evidence.count + 1 + scored * min(PROBED, evidence.count))
 
 
 @check("gradient_flows", price=gradient_price)
@@ -81,12 +85,15 @@ def gradient_flows(evidence: Evidence) -> Finding:
         if wrong > CONTRADICTED:
             excused = detector.card.gradient == "omitted" or probe.precision != "float64"
             return Finding("warn" if excused else "fail", f"{words} (part of the score is detached)")
+        unsure = float(probe.unsure.float().mean())
+        words += f"; of {unsure:.0%} they cannot tell, since the score jumps" if unsure else ""
         if lost > FEW:
             exact = probe.lost_in_full(detector, x[rows])
             if exact <= FEW:
                 return Finding("warn", f"{words}, as TF32 does; without it, allow_tf32 = False, {exact:.0%}")
             return Finding("fail", f"{words} (a saturated score)")
-        return Finding("warn" if share > 0 else "pass", words, share + wrong + lost)
+        doubtful = share > 0 or wrong + unsure > CONTRADICTED
+        return Finding("warn" if doubtful else "pass", words, share + wrong + lost)
 
     return per_detector(evidence, look)
 
@@ -204,6 +211,8 @@ class Probe(NamedTuple):
 
     wrong: Tensor
     """It is not what central differences give."""
+    unsure: Tensor
+    """Those differences come to nothing that it could be compared with."""
     lost: Tensor
     """In the precision of the search it is another than in float64."""
     precision: str
@@ -245,13 +254,13 @@ def probed(detector: Detector, x: Tensor, searched: Tensor, seed: int) -> Probe:
     gradient = torch.cat(found)
     source = generator_for(seed, points.device)
     signs = 2 * torch.randint(2, points.shape, generator=source, device=points.device).to(points) - 1
-    # What rounding of the score alone makes of a difference.
-    noise = 100 * torch.finfo(points.dtype).eps * value(points).abs()
-    wrong = torch.zeros(len(x), dtype=torch.bool, device=points.device)
+    rounding = torch.finfo(points.dtype).eps * value(points).abs()
+    wrong = unsure = torch.zeros(len(x), dtype=torch.bool, device=points.device)
     for direction in (normalised(gradient), normalised(signs)):
         slope = (gradient * direction).flatten(1).sum(dim=1)
-        wrong |= contradicted(value, points, direction, slope, noise, STEPS[precision])
-    return Probe(wrong, is_lost(searched, gradient) & (not averaged(detector)), precision, gradient)
+        otherwise, untold = contradicted(value, points, direction, slope, rounding, STEPS[precision])
+        wrong, unsure = wrong | otherwise, unsure | untold
+    return Probe(wrong, unsure & ~wrong, is_lost(searched, gradient) & (not averaged(detector)), precision, gradient)
 
 
 def averaged(detector: Detector) -> bool:
@@ -271,26 +280,32 @@ def contradicted(
     points: Tensor,
     direction: Tensor,
     slope: Tensor,
-    noise: Tensor,
+    rounding: Tensor,
     steps: Sequence[float],
-) -> Tensor:
-    """Whether central differences along a direction are other than the slope (B,), at every one of the steps.
+) -> tuple[Tensor, Tensor]:
+    """Whether central differences along a direction are other than the slope, (B,), and whether they do not tell, (B,).
 
-    A long step may cross a jump, as where a sign flips, beside which the slope is right: a shorter one then tells. Only
-    at the first is there an allowance for rounding, which at the others would excuse anything.
+    A long step may cross a jump, as where a sign flips, beside which the slope is right: a shorter one then tells. What
+    contradicts the slope is a difference that stays the same from one step to the next. One that crosses a jump grows,
+    and of a score that is rounded too much for the shorter steps nothing can be said. Only at the first step is there
+    an allowance for rounding, which at the others would excuse anything.
     """
     left = torch.arange(len(points), device=points.device)
+    steady = torch.full((len(points),), len(steps) == 1, device=points.device)
+    before = torch.full_like(slope, torch.nan)
     for step in steps:
         there, along = points[left], step * direction[left]
         measured = (value(there + along) - value(there - along)) / (2 * step)
         size = torch.maximum(slope[left].abs(), measured.abs())
-        allowed = WRONG * size + (noise[left] / step if step == steps[0] else 0)
+        near = WRONG * size
+        steady[left] |= ((measured - before[left]).abs() <= near) & (TELLS * rounding[left] / step <= near)
+        before[left] = measured
+        allowed = near + (GUARD * rounding[left] / step if step == steps[0] else 0)
         left = left[(slope[left] - measured).abs() > allowed]
         if len(left) == 0:
             break
-    wrong = torch.zeros(len(points), dtype=torch.bool, device=points.device)
-    wrong[left] = True
-    return wrong
+    disagrees = torch.zeros_like(steady).index_fill(0, left, value=True)
+    return disagrees & steady, disagrees & ~steady
 
 
 def exactly(detector: Detector, inliers: Tensor, outliers: Tensor, batch_size: int) -> tuple[Standing, str]:
