@@ -101,7 +101,7 @@ def shared(data: Path, count: int) -> Iterator[Row]:
             yield {"way": way, "ball": str(ball), "precision": "float32", "mean": float(plain.mean())}
             slack = 0.01 * plain.abs().median()
             for far in (0.7, 0.9, 0.97):
-                play.FAR = far
+                play.FAR = play.FAR_EVEN = far
                 value = run("mixed").value
                 counts = {
                     "weaker": int((value > plain + slack).sum()),

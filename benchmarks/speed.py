@@ -251,7 +251,7 @@ def throughput(data: Path, options: argparse.Namespace) -> Results:
             return gate.collide(encoder, x, target, gate.L2(EPS), steps=steps, precision=precision)
 
         def ours_pgd(precision: Any, steps: int, x: Tensor = x, labels: Tensor = labels, far: float = 0.0) -> object:
-            play.FAR, ball = far, gate.Linf(8 * PIXEL)
+            play.FAR_EVEN, ball = far, gate.Linf(8 * PIXEL)
             return gate.pgd(encoder, x, labels, ball, steps=steps, step=2 * PIXEL, precision=precision)
 
         def peer(name: str, steps: int, x: Tensor = x, labels: Tensor = labels) -> object:

@@ -18,11 +18,11 @@ from gatecrash.portions import Evaluation, Portions
 from gatecrash.progress import Bar
 from gatecrash.protocols import Objective, State, Stepper, Walk
 from gatecrash.speed import Pace, at_pace, current_pace, full_float32
-from gatecrash.stepper import Adamax
+from gatecrash.stepper import Adamax, Normalised, Sign
 
-FAR, FAR_ANNEALED = 0.7, 0.97
-"""The share of a mixed run, at its beginning, that is evaluated in half precision at most; of one with shrinking steps,
-which need less of an end in float32, the second."""
+FAR, FAR_EVEN, FAR_ANNEALED = 0.7, 0.9, 0.97
+"""The share of a mixed run, at its beginning, that is evaluated in half precision at most. Steps that are all alike get
+nowhere finer at its end, and Adamax's need little of an end in float32: theirs are the second and the third."""
 
 DOUBTS = (0.5, 0.75)
 """Where in a mixed run a few samples are evaluated in float32 too, to see whether half precision is still of use."""
@@ -58,8 +58,11 @@ class Settings:
     @property
     def far(self) -> int:
         """The steps of a run that are evaluated in half precision at most."""
-        share = FAR_ANNEALED if isinstance(self.stepper, Adamax) else FAR
-        return int(share * self.steps) if self.half else 0
+        if not self.half:
+            return 0
+        even = isinstance(self.stepper, Sign | Normalised) and self.stepper.schedule == "constant"
+        share = FAR_ANNEALED if isinstance(self.stepper, Adamax) else FAR_EVEN if even else FAR
+        return int(share * self.steps)
 
     @property
     def doubts(self) -> set[int]:

@@ -93,6 +93,21 @@ def collided(encoder: Encoder, far: Tensor) -> tuple[gate.Found, gate.Found]:
 
 
 @pytest.mark.parametrize("ball", [gate.Linf(4 / 255), gate.L2(0.6)], ids=str)
+def test_even_steps_come_as_far(encoder: Encoder, ball: gate.Ball) -> None:
+    images = pictures("fashion:test")
+    with torch.no_grad():
+        labels = encoder(images).argmax(dim=1)
+
+    def run(precision: Any) -> gate.Found:
+        return gate.pgd(encoder, images, labels, ball, steps=60, step=ball.eps / 4, precision=precision)
+
+    plain, fast = both_ways(run, encoder)
+    assert plain.value.mean() < 2 * plain.start_value.mean() < 0
+    assert (fast.value.mean() - plain.value.mean()).abs() < 0.01 * plain.value.mean().abs()
+    assert (fast.success == plain.success).float().mean() >= 0.95
+
+
+@pytest.mark.parametrize("ball", [gate.Linf(4 / 255), gate.L2(0.6)], ids=str)
 @pytest.mark.parametrize("kind", [gate.detectors.MSP, gate.detectors.Energy])
 def test_detectors_break_as_far(encoder: Encoder, kind: Any, ball: gate.Ball) -> None:
     detector, inliers, outliers = kind(encoder), pictures("fashion:test"), pictures("digits")
