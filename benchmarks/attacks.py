@@ -277,7 +277,7 @@ def curves(setting: Setting) -> Results:
     for name, detector in curved(setting).items():
         for key, outliers in setting.outliers.items():
             for direction in ("in", "out"):
-                for norm, at in (("linf", [PIXEL]), ("l2", [0.1, 0.2])):
+                for norm, at in (("linf", [PIXEL]), ("l2", [0.04, 0.1, 0.2])):
                     curve = perturbation_curve(
                         detector, setting.inliers[:count], outliers[:count], direction=direction, norm=norm, at=at
                     )

@@ -39,7 +39,7 @@ class Collision:
 
     def run(self, steps: int, precision: Any, far: float, **options: Any) -> tuple[gate.Found, Row]:
         """What was found, and what there is to say of it."""
-        play.FAR = play.FAR_ANNEALED = far
+        play.FAR_ANNEALED = far
         ball, began = gate.L2(self.eps), now()
         found = gate.collide(self.encoder, self.start, self.target, ball, steps=steps, precision=precision, **options)
         seconds, mape = now() - began, mape_of(self.encoder, found.x, self.target)  # type: ignore[arg-type]

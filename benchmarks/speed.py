@@ -43,7 +43,7 @@ CIFAR = {"mean": (0.4914, 0.4822, 0.4465), "std": (0.2023, 0.1994, 0.2010)}
 IMAGENET = {"mean": (123.68 / 255, 116.779 / 255, 103.939 / 255)}
 EPS = 5.0
 PIXEL = 1 / 255
-SHARES = play.FAR, play.FAR_ANNEALED
+SHARES = play.FAR, play.FAR_EVEN, play.FAR_ANNEALED
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 Results = Iterator[dict[str, Any]]
@@ -186,11 +186,11 @@ def collide(data: Path, options: argparse.Namespace) -> Results:
     tries = [
         (steps, "mixed", far, schedule)
         for schedule in options.schedules
-        for far in options.far
+        for far in options.far or [play.FAR_ANNEALED]
         for steps in options.tries
     ]
     for steps, precision, far, schedule in [*tries, (options.tries[-1], "float32", 0.0, options.schedules[0])]:
-        play.FAR = play.FAR_ANNEALED = far
+        play.FAR_ANNEALED = far
         times = []
         for _ in range(3 if len(rows) > 2 else 8):  # the first compiles, and one of the next what a run does once
             began = now()
@@ -212,7 +212,7 @@ def collide(data: Path, options: argparse.Namespace) -> Results:
         row |= {"times_float32": strict / best, "times_default": seconds / best, "reached": median <= goal}
         rows.append(row | {"copies": prepared.facts(model)})
         yield result
-    play.FAR, play.FAR_ANNEALED = SHARES
+    play.FAR_ANNEALED = SHARES[-1]
     if options.defaults:
         with preparing(compile_after=Preparation().compile_after):
             times = []
@@ -231,7 +231,7 @@ def throughput(data: Path, options: argparse.Namespace) -> Results:
     The weights are random, and batch norm has the statistics of the images: with those of no images at all a network
     tells them hardly apart. Even so a collision may come so near that it gives half precision up. The rate is that
     of the steps beyond a run of half the length, so that what a run does once is left out; `whole` has it in. The share
-    of steps in half precision is the first of `--far`; with the others there are rows of their own.
+    of steps in half precision is the attack's own; with those of `--far` there are rows of their own.
     """
     images, rays = imagenet(data, options.count)
     model, rows = resnet18(images), []
@@ -246,11 +246,15 @@ def throughput(data: Path, options: argparse.Namespace) -> Results:
         def hand_pgd(steps: int, x: Tensor = x, labels: Tensor = labels) -> object:
             return pgd_by_hand(model, x, labels, steps)
 
-        def ours(precision: Any, steps: int, x: Tensor = x, target: Tensor = target, far: float = 0.0) -> object:
-            play.FAR = play.FAR_ANNEALED = far
+        def ours(
+            precision: Any, steps: int, x: Tensor = x, target: Tensor = target, far: float = play.FAR_ANNEALED
+        ) -> object:
+            play.FAR_ANNEALED = far
             return gate.collide(encoder, x, target, gate.L2(EPS), steps=steps, precision=precision)
 
-        def ours_pgd(precision: Any, steps: int, x: Tensor = x, labels: Tensor = labels, far: float = 0.0) -> object:
+        def ours_pgd(
+            precision: Any, steps: int, x: Tensor = x, labels: Tensor = labels, far: float = play.FAR_EVEN
+        ) -> object:
             play.FAR_EVEN, ball = far, gate.Linf(8 * PIXEL)
             return gate.pgd(encoder, x, labels, ball, steps=steps, step=2 * PIXEL, precision=precision)
 
@@ -262,10 +266,11 @@ def throughput(data: Path, options: argparse.Namespace) -> Results:
             "collision by hand, default": ("default", hand),
         }
         for far in options.far:
-            also = "" if far == options.far[0] else f", far {far:g}"
-            runs[f"collision, mixed{also}"] = ("default", partial(ours, "mixed", far=far))
-            runs[f"PGD, mixed{also}"] = ("default", partial(ours_pgd, "mixed", far=far))
+            runs[f"collision, mixed, far {far:g}"] = ("default", partial(ours, "mixed", far=far))
+            runs[f"PGD, mixed, far {far:g}"] = ("default", partial(ours_pgd, "mixed", far=far))
         runs |= {
+            "collision, mixed": ("default", partial(ours, "mixed")),
+            "PGD, mixed": ("default", partial(ours_pgd, "mixed")),
             "PGD by hand, default": ("default", hand_pgd),
             **{f"PGD by {name}, default": ("default", partial(peer, name)) for name in peers()},
             "PGD by hand, float32": ("float32", hand_pgd),
@@ -548,9 +553,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000, help="of the recipe that is to be beaten")
     parser.add_argument("--tries", type=int, nargs="*", default=[54, 55, 56, 58], help="steps that may beat it")
     parser.add_argument("--schedules", nargs="*", default=["linear"], help="of their size, likewise")
-    parser.add_argument(
-        "--far", type=float, nargs="*", default=[play.FAR_ANNEALED], help="shares of them in half precision"
-    )
+    parser.add_argument("--far", type=float, nargs="*", default=[], help="other shares of steps in half precision")
     parser.add_argument("--defaults", action="store_true", help="a collision with no option set as well, twice")
     parser.add_argument("--batch", type=int, default=250)
     parser.add_argument("--batches", type=int, nargs="*", default=[64, 512])
@@ -576,6 +579,7 @@ def main() -> None:
     for part in options.parts.split(","):
         began = time.monotonic()
         torch.backends.cudnn.benchmark = options.cudnn_benchmark
+        play.FAR, play.FAR_EVEN, play.FAR_ANNEALED = SHARES
         with preparing(devices=(DEVICE,), compile_after=options.compile_after, graphs=options.graphs):
             for result in PARTS[part](options.data, options):
                 seconds = time.monotonic() - began

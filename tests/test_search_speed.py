@@ -74,7 +74,9 @@ class Looks(TorchDispatchMode):
         to = Tensor.to
 
         def moved(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            self.count += "cpu" in (*args, kwargs.get("device"))
+            self.count += any(
+                str(where) == "cpu" for where in (*args, kwargs.get("device")) if not isinstance(where, Tensor)
+            )
             return to(tensor, *args, **kwargs)
 
         patch.setattr(Tensor, "to", moved)
@@ -200,6 +202,31 @@ def test_a_mixed_run_goes_from_half_to_prepared_and_is_verified_plainly(monkeypa
     search(objective, images(), Linf(0.2), stepper=Adamax(), steps=20, precision="mixed")
     doubted = ["half"] * 10 + ["prepared"] + ["half"] * 5 + ["prepared"] + ["half"] * 4
     assert objective.paces == ["plain"] + doubted + ["prepared"] + ["prepared"] * 2 + ["plain"]
+
+
+@pytest.mark.parametrize(
+    ("stepper", "steps"),
+    [(Sign(0.01), 36), (Normalised(0.1), 36), (Sign(0.01, "cosine"), 28), (Apgd(), 28), (Adamax(), 38)],
+    ids=str,
+)
+def test_how_much_of_a_run_is_in_half_precision(stepper: Stepper, steps: int) -> None:
+    objective = Paced(0.0, 0.0)
+    search(objective, images(), Linf(0.2), stepper=stepper, steps=40, precision="mixed")
+    assert objective.paces.count("half") == steps
+
+
+@pytest.mark.parametrize(("flat", "steps"), [(0, 14), (1, 14), (2, 1)])
+def test_half_precision_is_left_where_it_has_no_gradient(flat: int, steps: int) -> None:
+    """Of eight samples one may have none."""
+    paces = []
+
+    def objective(x: Tensor, rows: Tensor) -> Tensor:
+        paces.append(current_pace())
+        value = ripples(x, rows)
+        return torch.where(rows < flat, value.detach() + 0 * value, value) if current_pace() == "half" else value
+
+    search(objective, images(), Linf(0.2), stepper=Apgd(), steps=20, precision="mixed")
+    assert paces.count("half") == steps
 
 
 @pytest.mark.parametrize(("half", "steps"), [(-1e-3, 14), (-64.0, 10), (64.0, 10), (float("nan"), 10)])

@@ -34,7 +34,8 @@ ROUGH = 0.02
 """How far apart the two values may be, as a share of them: from there on rounding is what leads the search."""
 
 SOME = 1 / 8
-"""The share of those samples that may be so far apart: few, since some may be almost there and others far off."""
+"""The share of those samples that may be so far apart: few, since some may be almost there and others far off. As large
+a share of all may have no gradient."""
 
 
 @dataclass(frozen=True)
@@ -167,6 +168,7 @@ def run_from(
     if left is not None:
         project = settings.ball.projection(play.centre)
     state: State = {}
+    gradient: Tensor | None = None
     far, doubts = settings.far, settings.doubts
     drawn: dict[int, Tensor] = {}  # the generator's state before the numbers of every step since the last look
 
@@ -191,7 +193,9 @@ def run_from(
             play.take(x, play.value, settings.keep)
             bar.advance()
             break
-        if step in doubts and step < far and _is_rough(settings, play, step):
+        if 0 < step < far and (
+            _is_lost(gradient, step, doubts) or (step in doubts and _is_rough(settings, play, step))
+        ):
             far = step
         if 0 < step == far:
             _restate(play, state, try_out(play.x))
@@ -292,6 +296,16 @@ def _going(settings: Settings, play: Play, limit: Tensor, start_value: Tensor) -
         going[seem] = value > limit[seem]
         play.value[seem] = torch.where(going[seem], play.value[seem], value)
     return going
+
+
+def _is_lost(gradient: Tensor | None, step: int, doubts: set[int]) -> bool:
+    """Whether too many samples had no gradient in half precision, as of a saturated softmax: after one step, and later.
+
+    They would stand still, and since their values do too, `_is_rough` sees nothing of it.
+    """
+    if gradient is None or not (step == 1 or step in doubts):
+        return False
+    return bool((gradient.flatten(1) == 0).all(dim=1).float().mean() > SOME)
 
 
 def _is_rough(settings: Settings, play: Play, step: int) -> bool:

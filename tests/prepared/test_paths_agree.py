@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import gatecrash as gate
 from gatecrash.data import load_source
@@ -90,6 +90,34 @@ def collided(encoder: Encoder, far: Tensor) -> tuple[gate.Found, gate.Found]:
         return gate.collide(encoder, start, target, gate.L2(2.0), steps=100, precision=precision)
 
     return both_ways(run, encoder)
+
+
+class Sure(nn.Module):
+    """A classifier whose logits are many times as large."""
+
+    def __init__(self, network: nn.Module, times: float) -> None:
+        super().__init__()
+        self.network, self.times = network, times
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.times * self.network(x)
+        return logits
+
+
+@pytest.mark.parametrize("times", [10.0, 30.0])
+def test_a_saturated_softmax_is_left_to_float32(times: float) -> None:
+    """In half precision more of its gradients vanish, and whoever has none stands still."""
+    sure = Encoder(Sure(PRETRAINED["fashion_small_cnn"].load(), times), mean=(0.2869,), std=(0.3377,))
+    images = pictures("fashion:test", 64)
+    with torch.no_grad():
+        labels = sure(images).argmax(dim=1)
+
+    def run(precision: Any) -> gate.Found:
+        return gate.pgd(sure, images, labels, gate.Linf(4 / 255), steps=60, precision=precision)
+
+    plain, fast = both_ways(run, sure)
+    assert (fast.value < -1).sum() >= (plain.value < -1).sum() - 1
+    assert fast.value.mean() < 0.98 * plain.value.mean() < 0
 
 
 @pytest.mark.parametrize("ball", [gate.Linf(4 / 255), gate.L2(0.6)], ids=str)
