@@ -30,7 +30,7 @@ from torch import Tensor, nn
 import gatecrash as gate
 from gatecrash.attacks.curve import perturbation_curve
 from gatecrash.attacks.minimal import minimal
-from gatecrash.audit.checks.gradients import gradient_at, probed
+from gatecrash.audit.checks.gradients import beside, gradient_at, probed
 from gatecrash.files import write_text
 from gatecrash.metrics import auroc
 from gatecrash.networks import DenseNetBC, ResNetCifar, load_weights
@@ -386,17 +386,29 @@ def precision(setting: Setting) -> Results:
     for result in audited(setting, {"10 steps": (attacks, {"gtsrb_test": setting.outliers["gtsrb_test"]}, 64)}):
         found |= result
         yield found
-    few = torch.cat([setting.inliers[:8], setting.outliers["gtsrb_test"][:8]]).clamp(1e-3, 1 - 1e-3)
-    for name, detector in setting.detectors.items():
+    for row in gradients(setting.detectors, setting.inliers[:8], setting.outliers["gtsrb_test"][:8]):
+        yield found | row
+
+
+def gradients_collisions(setting: Setting) -> Results:
+    """What gradient_flows finds of the sixteen collisions' detectors, on 8 inliers and 8 images of noise."""
+    yield from gradients(sixteen(setting), setting.inliers[:8], noise_like(setting)[:8])
+
+
+def gradients(detectors: dict[str, Any], inliers: Tensor, outliers: Tensor) -> Results:
+    """What differences and rounding make of gradients, for every detector."""
+    found, few = {}, beside(torch.cat([inliers, outliers]), 0)
+    for name, detector in detectors.items():
         gradient = gradient_at(detector, few, len(few))
         if gradient is not None:
             probe = probed(detector, few, gradient, 0)
             found[f"gradients of {name}"] = {
                 "wrong": int(probe.wrong.sum()),
+                "cannot tell": int(probe.unsure.sum()),
                 "spoilt by rounding": int(probe.lost.sum()),
             }
             print(name, found[f"gradients of {name}"], "of", len(few), flush=True)
-            yield found
+            yield dict(found)
 
 
 def audited(setting: Setting, audits: Audits) -> Results:
@@ -449,6 +461,7 @@ PARTS = {
     "verdicts_collisions": verdicts_collisions,
     "worst": worst,
     "precision": precision,
+    "gradients_collisions": gradients_collisions,
 }
 
 

@@ -33,11 +33,14 @@ WRONG = 0.05
 LOST = 0.25
 """The relative difference from the gradient in float64 at which rounding has spoilt one."""
 
-STEPS = {"float64": (1e-5, 1e-6, 1e-7, 1e-8), "float32": (3e-3,)}
+STEPS = {"float64": (1e-5, 1e-6, 1e-8, 2e-9), "float32": (3e-3,)}
 """The steps of differences, each for images that the one before contradicts: a derivative is a limit."""
 
 GUARD, TELLS = 100, 4
 """By how many times the rounding of a score a difference of two may be off, and from how many on it tells anything."""
+
+BESIDE = 1e-3
+"""How far from an image, in every pixel at most, its gradient is looked at."""
 
 PROBED = 16
 """Images whose gradient is compared with finite differences."""
@@ -67,8 +70,7 @@ def gradient_flows(evidence: Evidence) -> Finding:
 
     def look(title: str) -> Finding:
         detector = evidence.detector(title)
-        # A difference to either side of a pixel must stay inside the box.
-        x = torch.cat([evidence.inliers, evidence.outliers]).clamp(1e-3, 1 - 1e-3)
+        x = beside(torch.cat([evidence.inliers, evidence.outliers]), evidence.job.seed)
         gradient = gradient_at(detector, x, evidence.job.batch_size)
         if gradient is None:
             return Finding("fail", f"{title}: no gradient reaches the pixels; look for detach(), no_grad() or numpy")
@@ -84,14 +86,14 @@ def gradient_flows(evidence: Evidence) -> Finding:
         words += "" if averaged(detector) else f", and {lost:.0%} one that rounding spoils"
         if wrong > CONTRADICTED:
             excused = detector.card.gradient == "omitted" or probe.precision != "float64"
-            return Finding("warn" if excused else "fail", f"{words} (part of the score is detached)")
-        unsure = float(probe.unsure.float().mean())
-        words += f"; of {unsure:.0%} they cannot tell, since the score jumps" if unsure else ""
+            return Finding("warn" if excused else "fail", f"{words} (part of the score is detached, or rounded inside)")
         if lost > FEW:
             exact = probe.lost_in_full(detector, x[rows])
             if exact <= FEW:
                 return Finding("warn", f"{words}, as TF32 does; without it, allow_tf32 = False, {exact:.0%}")
             return Finding("fail", f"{words} (a saturated score)")
+        unsure = float(probe.unsure.float().mean())
+        words += f"; for {unsure:.0%} they cannot tell, since the score jumps or is rounded" if unsure else ""
         doubtful = share > 0 or wrong + unsure > CONTRADICTED
         return Finding("warn" if doubtful else "pass", words, share + wrong + lost)
 
@@ -206,6 +208,16 @@ def gradient_at(detector: Detector, x: Tensor, batch_size: int) -> Tensor | None
     return torch.cat(parts)
 
 
+def beside(x: Tensor, seed: int) -> Tensor:
+    """Points at random beside images, so far inside the box that differences to either side stay in it.
+
+    In an image itself whole regions may be of one grey, over which max-pooling ties: there the gradient is that of one
+    side, and a difference the mean of both.
+    """
+    uniform = torch.rand(x.shape, generator=generator_for(seed, x.device), device=x.device, dtype=x.dtype)
+    return x.clamp(2 * BESIDE, 1 - 2 * BESIDE) + BESIDE * (2 * uniform - 1)
+
+
 class Probe(NamedTuple):
     """How the gradient of every image, (B,), stands the comparison with a more exact one."""
 
@@ -247,18 +259,22 @@ def probed(detector: Detector, x: Tensor, searched: Tensor, seed: int) -> Probe:
         with torch.no_grad():
             return torch.cat([drawn.judge(drawn.encode(part)) for part, drawn in alike(judge, at, size, seed)])
 
+    def exact(at: Tensor) -> Tensor:
+        return value(at).to(at.dtype)
+
     gradients = [gradient_at(drawn, part, size) for part, drawn in alike(judge, points, size, seed)]
     found = [gradient for gradient in gradients if gradient is not None]
     if len(found) < len(gradients):
         raise ValueError("no gradient reaches the pixels in float64")
     gradient = torch.cat(found)
     source = generator_for(seed, points.device)
-    signs = 2 * torch.randint(2, points.shape, generator=source, device=points.device).to(points) - 1
-    rounding = torch.finfo(points.dtype).eps * value(points).abs()
+    anywhere = torch.randn(points.shape, generator=source, device=points.device, dtype=points.dtype)
+    score = value(points)
+    rounding = torch.finfo(score.dtype).eps * score.to(points.dtype).abs()
     wrong = unsure = torch.zeros(len(x), dtype=torch.bool, device=points.device)
-    for direction in (normalised(gradient), normalised(signs)):
+    for direction in (normalised(gradient), normalised(anywhere)):
         slope = (gradient * direction).flatten(1).sum(dim=1)
-        otherwise, untold = contradicted(value, points, direction, slope, rounding, STEPS[precision])
+        otherwise, untold = contradicted(exact, points, direction, slope, rounding, STEPS[precision])
         wrong, unsure = wrong | otherwise, unsure | untold
     return Probe(wrong, unsure & ~wrong, is_lost(searched, gradient) & (not averaged(detector)), precision, gradient)
 
@@ -285,27 +301,32 @@ def contradicted(
 ) -> tuple[Tensor, Tensor]:
     """Whether central differences along a direction are other than the slope, (B,), and whether they do not tell, (B,).
 
-    A long step may cross a jump, as where a sign flips, beside which the slope is right: a shorter one then tells. What
-    contradicts the slope is a difference that stays the same from one step to the next. One that crosses a jump grows,
-    and of a score that is rounded too much for the shorter steps nothing can be said. Only at the first step is there
-    an allowance for rounding, which at the others would excuse anything.
+    A long step may cross a jump, as where a sign flips, beside which the slope is right: whoever the first contradicts
+    is judged by the shortest at which rounding leaves something of the difference. It contradicts the slope when it is
+    the same as at the step before; one that crosses a jump grows. What rounding explains at the first tells nothing.
     """
     left = torch.arange(len(points), device=points.device)
     steady = torch.full((len(points),), len(steps) == 1, device=points.device)
+    agrees, moved, excused = (torch.zeros_like(steady) for _ in range(3))
     before = torch.full_like(slope, torch.nan)
     for step in steps:
         there, along = points[left], step * direction[left]
         measured = (value(there + along) - value(there - along)) / (2 * step)
-        size = torch.maximum(slope[left].abs(), measured.abs())
-        near = WRONG * size
-        steady[left] |= ((measured - before[left]).abs() <= near) & (TELLS * rounding[left] / step <= near)
+        near, off = WRONG * torch.maximum(slope[left].abs(), measured.abs()), (slope[left] - measured).abs()
+        tells = (TELLS * rounding[left] / step <= near) & ((measured != 0) | ~moved[left])
+        if step == steps[0]:
+            agrees[left] = off <= near
+            excused[left] = off <= near + GUARD * rounding[left] / step
+        else:
+            agrees[left] = torch.where(tells, off <= near, agrees[left])
+            steady[left] = torch.where(tells, (measured - before[left]).abs() <= near, steady[left])
+        moved[left] |= measured != 0
         before[left] = measured
-        allowed = near + (GUARD * rounding[left] / step if step == steps[0] else 0)
-        left = left[(slope[left] - measured).abs() > allowed]
+        if step == steps[0]:
+            left = left[~agrees]
         if len(left) == 0:
             break
-    disagrees = torch.zeros_like(steady).index_fill(0, left, value=True)
-    return disagrees & steady, disagrees & ~steady
+    return ~agrees & steady & ~excused, ~agrees & (~steady | excused)
 
 
 def exactly(detector: Detector, inliers: Tensor, outliers: Tensor, batch_size: int) -> tuple[Standing, str]:
