@@ -193,10 +193,11 @@ def run_from(
             play.take(x, play.value, settings.keep)
             bar.advance()
             break
-        if 0 < step < far and (
-            _is_lost(gradient, step, doubts) or (step in doubts and _is_rough(settings, play, step))
-        ):
-            far = step
+        if 0 < step < far and (step == 1 or step in doubts):
+            trouble = _vanishing(gradient, play.value)
+            if step in doubts:
+                trouble = torch.maximum(trouble, _roughness(settings, play, step))
+            far = step if bool(trouble > SOME) else far
         if 0 < step == far:
             _restate(play, state, try_out(play.x))
         with_gradient = settings.stepper.needs_gradient and not last
@@ -298,18 +299,18 @@ def _going(settings: Settings, play: Play, limit: Tensor, start_value: Tensor) -
     return going
 
 
-def _is_lost(gradient: Tensor | None, step: int, doubts: set[int]) -> bool:
-    """Whether too many samples had no gradient in half precision, as of a saturated softmax: after one step, and later.
+def _vanishing(gradient: Tensor | None, value: Tensor) -> Tensor:
+    """The share of samples that had no gradient in half precision, as of a saturated softmax, ().
 
-    They would stand still, and since their values do too, `_is_rough` sees nothing of it.
+    They would stand still, and since their values do too, `_roughness` sees nothing of it.
     """
-    if gradient is None or not (step == 1 or step in doubts):
-        return False
-    return bool((gradient.flatten(1) == 0).all(dim=1).float().mean() > SOME)
+    if gradient is None:
+        return value.new_zeros(())
+    return (gradient.flatten(1) == 0).all(dim=1).to(value.dtype).mean()
 
 
-def _is_rough(settings: Settings, play: Play, step: int) -> bool:
-    """Whether half precision is too rough for the values that have been reached, by a look at some samples.
+def _roughness(settings: Settings, play: Play, step: int) -> Tensor:
+    """The share of samples whose values half precision is too rough for, by a look at some, ().
 
     They are drawn by numbers of their own, since the samples may be in an order that an even spread would miss.
     """
@@ -318,7 +319,7 @@ def _is_rough(settings: Settings, play: Play, step: int) -> bool:
     value, _ = evaluate(settings, play.x[few], play.rows[few], "prepared")
     play.evaluations = play.evaluations + torch.zeros_like(play.rows).index_fill(0, few, 1)
     near = (value - play.value[few]).abs() <= ROUGH * value.abs()
-    return bool((~near).float().mean() > SOME)
+    return (~near).to(value.dtype).mean()
 
 
 def _restate(play: Play, state: State, value: Tensor) -> None:
