@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 import gatecrash as gate
-from gatecrash.attacks.curve import perturbation_curve
+from gatecrash.attacks.curve import curve_of, recorded
 from gatecrash.attacks.minimal import minimal
 from gatecrash.audit.checks.gradients import beside, gradient_at, probed
 from gatecrash.files import write_text
@@ -275,12 +275,15 @@ def curves(setting: Setting) -> Results:
     """AUROC against the size of the perturbation, in the shape of Fort's tables, both directions and both norms."""
     table, count = [], len(setting.inliers)
     for name, detector in curved(setting).items():
+        inside, thrown_out = detector.scores(setting.inliers, 500), recorded(detector, setting.inliers, "out")
         for key, outliers in setting.outliers.items():
-            for direction in ("in", "out"):
+            pairs = {
+                "in": (inside, recorded(detector, outliers, "in")),
+                "out": (thrown_out, detector.scores(outliers, 500)),
+            }
+            for direction, pair in pairs.items():
                 for norm, at in (("linf", [PIXEL]), ("l2", [0.04, 0.1, 0.2])):
-                    curve = perturbation_curve(
-                        detector, setting.inliers[:count], outliers[:count], direction=direction, norm=norm, at=at
-                    )
+                    curve = curve_of(*pair, norm=norm, at=at)
                     points = [curve.row(curve.reach * i / 20) for i in range(20)]
                     table.append(
                         {

@@ -1,12 +1,17 @@
 """Samples evaluated in portions, against the same in one piece."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
-from gatecrash import Encoder, Linf
-from gatecrash.detectors import Energy
-from gatecrash.portions import ON_CPU, Portions, in_portions
+import gatecrash as gate
+from gatecrash import Encoder, Linf, portions
+from gatecrash.detectors import ODIN, Energy
+from gatecrash.portions import ON_CPU, SCORED_ON_CPU, Portions, in_portions
 from gatecrash.search import search
 from gatecrash.stepper import Apgd
 
@@ -27,22 +32,22 @@ class Small:
         return (x - 0.5).square().flatten(1).sum(dim=1) * (1 + rows)
 
 
-def evaluated(portions: Portions, objective: Small, count: int) -> Tensor:
+def evaluated(parts: Portions, objective: Small, count: int) -> Tensor:
     """The values of some samples."""
     x = torch.rand(count, 1, 2, 2, generator=torch.Generator().manual_seed(0))
-    value, gradient = portions.evaluate(lambda x, rows: (objective(x, rows), x), x, torch.arange(count))
+    value, gradient = parts.evaluate(lambda x, rows: (objective(x, rows), x), x, torch.arange(count))
     assert gradient is not None
     assert torch.equal(gradient, x)
     return value
 
 
 def test_portions_are_halved_until_they_fit_and_stay_so() -> None:
-    portions, objective = Portions(CPU), Small(30)
-    value = evaluated(portions, objective, 100)
+    parts, objective = Portions(CPU), Small(30)
+    value = evaluated(parts, objective, 100)
     assert objective.seen == [100, 50, 25, 25, 25, 25]
     assert torch.equal(value, evaluated(Portions(CPU), Small(1000), 100))
     objective.seen.clear()
-    evaluated(portions, objective, 60)
+    evaluated(parts, objective, 60)
     assert objective.seen == [25, 25, 10]
 
 
@@ -101,3 +106,123 @@ def test_one_value_for_all_samples_is_refused_in_portions_too() -> None:
     start = torch.rand(ON_CPU + 3, 1, 2, 2)
     with pytest.raises(ValueError, match=rf"one value per sample, \({ON_CPU + 3},\)"):
         search(lambda x, rows: x.sum(), start, Linf(0.1), stepper=Apgd(), steps=1)
+
+
+class Layers(nn.Module):
+    """Layers that store something of every kind for a gradient; it remembers the sizes it saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.seen: list[int] = []
+        self.conv, self.norm, self.pool = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.MaxPool2d(2)
+        self.linear = nn.Linear(36, 5)
+        self.eval().requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(len(x))
+        return self.linear(self.pool(torch.relu(self.norm(self.conv(x)))).flatten(1)).sigmoid()
+
+
+def pictures(count: int) -> Tensor:
+    return torch.rand(count, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+def stored_by_one() -> int:
+    """Bytes that `Layers` stores of every image."""
+    storage = portions.Storage(5)
+    with saved_tensors_hooks(storage.take, storage.give):
+        Layers()(pictures(5).requires_grad_())
+    return storage.bytes // 5
+
+
+def test_what_is_stored_is_counted_without_parameters_and_once() -> None:
+    images, convolved, relu, places, probabilities = 3 * 64, 4 * 36, 4 * 36, 2 * 36, 5
+    assert stored_by_one() == 4 * (images + convolved + relu + places + probabilities)
+    wide = nn.Linear(192, 5000).requires_grad_(False)
+    storage = portions.Storage(2)
+    with saved_tensors_hooks(storage.take, storage.give):
+        wide(pictures(2).flatten(1).requires_grad_())
+    assert storage.bytes <= pictures(2).numel() * 4
+
+
+def test_a_cpu_stores_only_so_much_for_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    network, x = Layers(), pictures(40)
+    whole = gate.evict(Energy(network), x, Linf(0.1), steps=3)
+    assert set(network.seen) == {40}
+    network.seen.clear()
+    monkeypatch.setattr(portions, "STORED", 12 * stored_by_one())
+    small = gate.evict(Energy(network), x, Linf(0.1), steps=3)
+    assert network.seen[:3] == [40, 20, 10] and set(network.seen[3:]) == {10}
+    torch.testing.assert_close(small.x, whole.x, rtol=0, atol=1e-6)
+    torch.testing.assert_close(small.value, whole.value)
+
+
+def test_a_cpu_stores_no_larger_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = Layers()
+    monkeypatch.setattr(portions, "LARGEST", 16 * 4 * 3 * 64)
+    gate.evict(Energy(network), pictures(40), Linf(0.1), steps=1)
+    assert network.seen[:3] == [40, 20, 10] and set(network.seen[3:]) == {10}
+
+
+def test_one_image_is_evaluated_whatever_it_stores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(portions, "STORED", 1)
+    network = Layers()
+    found = gate.evict(Energy(network), pictures(3), Linf(0.1), steps=1)
+    assert network.seen == [3, *[1] * 6] and bool(found.success.all())
+
+
+def test_a_detector_with_gradients_of_its_own_is_scored_in_portions_that_are_known_by_the_second_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    network, x = Layers(), pictures(96)
+    whole = ODIN(network).scores(x)
+    network.seen.clear()
+    monkeypatch.setattr(portions, "STORED", 12 * stored_by_one())
+    small = ODIN(network).scores(x, batch_size=32)
+    assert network.seen.count(32) == network.seen.count(16) == 1 and max(network.seen[2:]) == 8
+    torch.testing.assert_close(small, whole)
+
+
+def test_scores_come_in_small_batches_whatever_the_data_do() -> None:
+    network, x = Layers(), pictures(300)
+    torch.testing.assert_close(Energy(network).scores(x, batch_size=300), Energy(network)(x))
+    assert network.seen == [*[SCORED_ON_CPU] * 4, 300 - 4 * SCORED_ON_CPU, 300]
+
+
+def test_a_second_derivative_is_the_same_where_what_it_needs_is_counted() -> None:
+    def twice(x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        (first,) = torch.autograd.grad(network(x).square().sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), x)
+        return second
+
+    network, storage = Layers(), portions.Storage(4)
+    with saved_tensors_hooks(storage.take, storage.give):
+        counted = twice(pictures(4))
+    assert torch.equal(counted, twice(pictures(4))) and storage.bytes > 0
+
+
+def test_a_graph_that_nobody_follows_back_is_freed() -> None:
+    storage, network, token = portions.Storage(4), nn.Sequential(nn.Sigmoid(), nn.ReLU(), nn.Softmax(dim=1)), Layers()
+    gc.disable()
+    try:
+        with saved_tensors_hooks(storage.take, storage.give):
+            graph = network(pictures(4).requires_grad_()).grad_fn
+        assert graph is not None
+        graph.register_hook(lambda *gradients, held=token: None)
+        alive = weakref.ref(token)
+        del graph, token
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_a_detector_with_derivatives_by_torch_func_is_attacked() -> None:
+    def slope(x: Tensor) -> Tensor:
+        return torch.func.grad(lambda x: x.pow(3).sum())(x).flatten(1).sum(dim=1)
+
+    start = pictures(4)
+    found = search(lambda x, rows: slope(x), start, Linf(0.1), stepper=Apgd(), steps=3)
+    torch.testing.assert_close(found.start_value, (3 * start.square()).flatten(1).sum(dim=1))
+    assert bool(found.success.all())

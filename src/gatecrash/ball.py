@@ -80,11 +80,11 @@ class Ball(ABC):
 
     def random_start(self, centre: Tensor, uniform: Tensor) -> Tensor:
         """A random point of ball and box: ±eps in every coordinate, from `uniform` in [0, 1), then projected."""
-        return self.project(self.scattered(centre, uniform), centre)
+        return self.project(self.scattered(centre, uniform.clone()), centre)
 
     def scattered(self, centre: Tensor, uniform: Tensor) -> Tensor:
-        """The same before it is projected."""
-        return torch.add(centre, uniform - 0.5, alpha=2 * self.eps)
+        """The same before it is projected, written where the uniform numbers are."""
+        return torch.add(centre, uniform.sub_(0.5), alpha=2 * self.eps, out=uniform)
 
     def clamp(self, x: Tensor) -> Tensor:
         """The points moved into the box, where there is one."""
@@ -143,7 +143,9 @@ class Linf(Ball):
         """One clamp between bounds that have the box in them, in place, as long as `project` is the one above."""
         if type(self).project is not _CLAMPING_TWICE:
             return super().projection(centre)
-        low, high = self.clamp(centre - self.eps), self.clamp(centre + self.eps)
+        low, high = centre - self.eps, centre + self.eps
+        if self.box is not None:
+            low.clamp_(*self.box), high.clamp_(*self.box)
         return partial(Tensor.clamp_, min=low, max=high)
 
     def direction(self, gradient: Tensor) -> Tensor:

@@ -131,6 +131,8 @@ class Encoder(nn.Module):
                 outputs = self._outputs(inputs)
         else:
             outputs = prepared.run(self.model, self._taps, self._names, inputs, self._outputs)
+        if len(outputs) == 1 and not isinstance(self.layer, tuple):
+            return self._latent(self.layer, outputs[0])
         return self.pick(dict(zip(self._names, outputs, strict=True)).__getitem__)
 
     def _outputs(self, inputs: Tensor) -> tuple[Tensor, ...]:
@@ -170,11 +172,12 @@ class Encoder(nn.Module):
             raise ValueError(f"{where}; move one: x.to({str(device)!r})")
         x = images if self.size is None else resized(images, self.size)
         self._follow(x.device)
-        if self.mean is not None:
-            x = x - per_channel(self.mean, x, "mean")
-        if self.std is not None:
-            x = x / per_channel(self.std, x, "std")
-        x = x if parameter is None else x.to(parameter.dtype)
+        mean, std = self._buffers["mean"], self._buffers["std"]
+        if mean is not None:
+            x = x - per_channel(mean, x, "mean")
+        if std is not None:
+            x = x / per_channel(std, x, "std")
+        x = x if parameter is None or parameter.dtype == x.dtype else x.to(parameter.dtype)
         # A network may write into its input (x -= 0.5), and the images are the caller's.
         return x.clone() if x is images and (x.is_inference() or not self._spares_inputs) else x
 

@@ -20,8 +20,9 @@ from gatecrash.encoder import Encoder, flat
 from gatecrash.files import replacing
 from gatecrash.images import Images, batches, batches_on
 from gatecrash.networks import hash_of
+from gatecrash.portions import Portions
 from gatecrash.progress import tracked
-from gatecrash.protocols import Latent, leaves
+from gatecrash.protocols import Latent, joined, leaves
 
 Reader: TypeAlias = Callable[[Tensor], Latent]
 """What turns images into latents: an encoder, or a detector's own way."""
@@ -337,9 +338,10 @@ def encoded(
     Raises:
         ValueError: the network's output is NaN or infinite; it names the first such batch.
     """
+    portions = Portions(device, batch_size, gradient=False)
     for index, (x, y) in enumerate(tracked(batches_on(device, data, batch_size), "encoding")):
         with torch.no_grad():
-            latents = encode(x)
+            latents = [joined(list(parts)) for parts in zip(*portions.run(encode, x), strict=True)]
         if not all(bool(leaf.isfinite().all()) for z in latents for leaf in leaves(z)):
             raise ValueError(f"the network's output has NaN or infinity, first in batch {index}")
         yield latents, y

@@ -95,7 +95,7 @@ class Misclassify:
         z = single(self.logits(x))
         if self.span is not None and not 0 <= self.span[0] <= self.span[1] < z.shape[1]:
             raise ValueError(f"labels must be from 0 to {z.shape[1] - 1}, got {self.span[0]} to {self.span[1]}")
-        return -cross_entropy(z, self.labels[rows], reduction="none")
+        return -cross_entropy(z, self.labels.index_select(0, rows), reduction="none")
 
 
 def squared_difference(z: Latent, target: Latent) -> Tensor:

@@ -27,6 +27,10 @@ nowhere finer at its end, and Adamax's need little of an end in float32: theirs 
 DOUBTS = (0.5, 0.75)
 """Where in a mixed run a few samples are evaluated in float32 too, to see whether half precision is still of use."""
 
+LATER = 4
+"""The steps after which it is looked at whether the first one had gradients in half precision. Looked at at once, the
+device would have nothing to do until the host, which runs ahead of it, has its answer and goes on."""
+
 FEW = 24
 """So many of them, drawn anew every time: too few for code to be compiled for."""
 
@@ -69,6 +73,11 @@ class Settings:
     def doubts(self) -> set[int]:
         """The steps before which half precision is doubted."""
         return {int(share * self.steps) for share in DOUBTS} - {0} if self.half else set()
+
+    @property
+    def later(self) -> int:
+        """The step before which the first one's gradients are looked at, some steps ahead of a device's work."""
+        return min(LATER, self.far // 2)
 
 
 @dataclass
@@ -168,8 +177,8 @@ def run_from(
     if left is not None:
         project = settings.ball.projection(play.centre)
     state: State = {}
-    gradient: Tensor | None = None
-    far, doubts = settings.far, settings.doubts
+    far, doubts, later = settings.far, settings.doubts, settings.later
+    vanished = start.new_zeros(())
     drawn: dict[int, Tensor] = {}  # the generator's state before the numbers of every step since the last look
 
     def draw(kind: Callable[..., Tensor]) -> Tensor:
@@ -193,10 +202,8 @@ def run_from(
             play.take(x, play.value, settings.keep)
             bar.advance()
             break
-        if 0 < step < far and (step == 1 or step in doubts):
-            trouble = _vanishing(gradient, play.value)
-            if step in doubts:
-                trouble = torch.maximum(trouble, _roughness(settings, play, step))
+        if 0 < step < far and (step == later or step in doubts):
+            trouble = torch.maximum(vanished, _roughness(settings, play, step)) if step in doubts else vanished
             far = step if bool(trouble > SOME) else far
         if 0 < step == far:
             _restate(play, state, try_out(play.x))
@@ -207,6 +214,8 @@ def run_from(
             held.start_value = value
         play.evaluations += play.count
         play.take(x, value, settings.keep)
+        if step < far and gradient is not None and (step == 0 or step + 1 in doubts):
+            vanished = _vanishing(gradient)
         if held.trajectory is not None:
             _record(held.trajectory, step, play)
         bar.advance()
@@ -243,6 +252,7 @@ def run_from(
         with at_pace(pace()) if settings.mixed else nullcontext():
             moved = settings.stepper.move(walk, state)
             x = project(moved if _is_new(moved, walk, state) else moved.clone()).detach()
+        del walk, moved, gradient  # else two batches more would be there while the next gradient is computed
         play.steps += play.count
     if settings.mixed:
         with full_float32():
@@ -299,14 +309,12 @@ def _going(settings: Settings, play: Play, limit: Tensor, start_value: Tensor) -
     return going
 
 
-def _vanishing(gradient: Tensor | None, value: Tensor) -> Tensor:
-    """The share of samples that had no gradient in half precision, as of a saturated softmax, ().
+def _vanishing(gradient: Tensor) -> Tensor:
+    """The share of samples that have no gradient in half precision, as of a saturated softmax, ().
 
     They would stand still, and since their values do too, `_roughness` sees nothing of it.
     """
-    if gradient is None:
-        return value.new_zeros(())
-    return (gradient.flatten(1) == 0).all(dim=1).to(value.dtype).mean()
+    return (gradient.flatten(1) == 0).all(dim=1).to(gradient.dtype).mean()
 
 
 def _roughness(settings: Settings, play: Play, step: int) -> Tensor:
@@ -384,7 +392,8 @@ def _evaluated(objective: Objective, with_gradient: bool, x: Tensor, rows: Tenso
         )
     if gradient.stride() != x.stride():  # arithmetic on two layouts is slow
         gradient = torch.empty_like(x).copy_(gradient)
-    return value.detach().to(x.dtype), gradient
+    value = value.detach()
+    return value if value.dtype == x.dtype else value.to(x.dtype), gradient
 
 
 def _is_new(moved: Tensor, walk: Walk, state: State) -> bool:

@@ -110,8 +110,10 @@ def rows_of(z: Latent, rows: Tensor) -> Latent:
 
 
 def joined(parts: list[Latent]) -> Latent:
-    """The latents of consecutive batches as one."""
+    """The latents of consecutive batches as one; of one batch, itself."""
     first = parts[0]
+    if len(parts) == 1:
+        return first
     if isinstance(first, Tensor):
         return torch.cat([part for part in parts if isinstance(part, Tensor)])
     return tuple(joined([part[i] for part in parts]) for i in range(len(first)))

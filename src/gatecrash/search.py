@@ -104,7 +104,7 @@ def search(
         mixed = chosen or precision == "mixed"
         half = precision == "mixed" or (chosen and change_per_pixel(ball, start[0].numel()) >= FINEST)
         every = LOOK_EVERY if mixed or waits(start) else 1
-        portions = Portions(start.device)
+        portions = Portions(start.device, gradient=stepper.needs_gradient)
         settings = Settings(
             objective, ball, stepper, steps, restarts, keep, record, random_start, mixed, half, every, portions, measure
         )

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode, every module's own mode put back afterwards."""
-    trained = [module for module in every_module(model) if module.training]
-    for module in trained:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in trained:
+class evaluating(AbstractContextManager[None]):
+    """A block with the model in eval mode, every module's own mode put back afterwards."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __enter__(self) -> None:
+        self.trained = [module for module in every_module(self.model) if module.training]
+        for module in self.trained:
+            module.training = False
+
+    def __exit__(self, *exception: object) -> None:
+        for module in self.trained:
             module.training = True
 
 

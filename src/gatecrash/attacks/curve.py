@@ -151,22 +151,27 @@ def perturbation_curve(
     check_images(inliers, "inliers")
     check_images(outliers, "outliers")
     sides = []
-    for images, attack, other in ((inliers, evict, "in"), (outliers, admit, "out")):
-        if direction == other:
+    for images, way in ((inliers, "out"), (outliers, "in")):
+        if direction in (way, "both"):
+            sides.append(Path.of(recorded(detector, images, way, step, steps, batch_size), norm))
+        else:
             sides.append(Path.of(scores(detector, images, batch_size), norm))
-            continue
-        found = attack(
-            detector,
-            images,
-            Linf(1.0),
-            stepper=Sign(step),
-            steps=steps,
-            keep="last",
-            record=True,
-            batch_size=batch_size,
-        )
-        sides.append(Path.of(found, norm))
     return curve_of(*sides, norm=norm, at=at)
+
+
+def recorded(
+    detector: Detector,
+    images: Tensor,
+    way: str,
+    step: float = 3e-4,
+    steps: int = 30,
+    batch_size: int | None = None,
+) -> Found:
+    """Fort's attack, "in" or "out", with its trajectory, for any number of `curve_of` with it."""
+    attack, stepper = admit if way == "in" else evict, Sign(step)
+    return attack(
+        detector, images, Linf(1.0), stepper=stepper, steps=steps, keep="last", record=True, batch_size=batch_size
+    )
 
 
 def curve_of(

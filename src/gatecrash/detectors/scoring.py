@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gatecrash.features import Reader, reader_key, shared_pass
 from gatecrash.images import Images, batches_on
-from gatecrash.portions import in_portions
+from gatecrash.portions import Portions
 from gatecrash.progress import tracked
 from gatecrash.protocols import Latent, joined
 from gatecrash.speed import full_float32
@@ -60,9 +60,10 @@ def score_batches(
         scores = [d.judge(z).to(x.dtype) for d, z in zip(detectors, latents, strict=False)]
         return scores, latents[len(detectors) :]
 
+    portions = Portions(detectors[0].device, batch_size, gradient=False)
     for index, (x, _) in enumerate(tracked(batches_on(detectors[0].device, data, batch_size), "scoring")):
         with torch.no_grad(), full_float32():
-            found, further = zip(*in_portions(scored, x), strict=True)
+            found, further = zip(*portions.run(scored, x), strict=True)
         for portion in found:
             for detector, scores in zip(detectors, portion, strict=True):
                 check_scores(scores, detector, f", first in batch {index}")
