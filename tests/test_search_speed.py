@@ -215,9 +215,9 @@ def test_how_much_of_a_run_is_in_half_precision(stepper: Stepper, steps: int) ->
     assert objective.paces.count("half") == steps
 
 
-@pytest.mark.parametrize(("flat", "steps"), [(0, 14), (1, 14), (2, 1)])
+@pytest.mark.parametrize(("flat", "steps"), [(0, 14), (1, 14), (2, 4)])
 def test_half_precision_is_left_where_it_has_no_gradient(flat: int, steps: int) -> None:
-    """Of eight samples one may have none."""
+    """Of eight samples one may have none; the first step's are looked at after four, so that a device has work."""
     paces = []
 
     def objective(x: Tensor, rows: Tensor) -> Tensor:

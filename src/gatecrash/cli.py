@@ -38,6 +38,7 @@ from gatecrash.dimensions import dims_rows
 from gatecrash.harden import EXAMPLES as HARDENINGS
 from gatecrash.harden import example_text as example_hardening
 from gatecrash.harden import first_process, harden_plan, listed_methods
+from gatecrash.memory import keep_freed_memory
 from gatecrash.printing import (
     print_hardening,
     print_line,
@@ -75,6 +76,7 @@ Seed = Annotated[int, typer.Option(min=0, max=2**62, help="Determines every rand
 
 def main() -> None:
     """Run a command; a user's mistake is one line on standard error and exit code 2."""
+    keep_freed_memory()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # a terminal that has no ± must not cost a finished run its table
             stream.reconfigure(errors="replace")
