@@ -108,8 +108,8 @@ def imagenet(data: Path, count: int) -> tuple[Tensor, Tensor]:
     return x.to(DEVICE).contiguous(), ray.to(DEVICE).expand(len(x), -1, -1, -1).contiguous()
 
 
-def cifar(data: Path, name: str, count: int) -> Tensor:
-    """Images of 32×32, as many as asked for."""
+def images_of(data: Path, name: str, count: int) -> Tensor:
+    """The first images of a file, as many as asked for."""
     found = np.load(data / f"{name}.npz")["x"][:count]
     if len(found) < count:
         raise SystemExit(f"{count} images are needed, and {name}.npz has {len(found)}")
@@ -370,7 +370,7 @@ def latent_of(data: Path, name: str, count: int) -> tuple[gate.Encoder, Tensor, 
         images, start = imagenet(data, count)
         encoder = gate.Encoder(resnet18(images)) if name == "resnet18" else gate.Encoder(resnet50(data), **IMAGENET)
         return encoder, start, images, EPS
-    targets = cifar(data, "cifar10_test", count)
+    targets = images_of(data, "cifar10_test", count)
     noise = torch.rand(targets.shape, generator=torch.Generator(DEVICE).manual_seed(0), device=DEVICE)
     return gate.Encoder(densenet(data), "avgpool", **CIFAR), noise, targets, 10.0
 
@@ -384,14 +384,14 @@ def agree(data: Path, options: argparse.Namespace) -> Results:
     """AUROC after both sides were attacked, and the time, on the plain and on the fast path."""
     model = densenet(data)
     encoder, features = gate.Encoder(model, **CIFAR), gate.Encoder(model, "avgpool", **CIFAR)
-    inliers, outliers = cifar(data, "cifar10_test", options.agreed), cifar(data, "gtsrb_test", options.agreed)
+    inliers, outliers = images_of(data, "cifar10_test", options.agreed), images_of(data, "gtsrb_test", options.agreed)
     labels = torch.from_numpy(np.load(data / "cifar10_train.npz")["y"][: options.fit]).long().to(DEVICE)
     detectors = {
         "msp": gate.detectors.MSP(encoder),
         "energy": gate.detectors.Energy(encoder),
         "mahalanobis": gate.detectors.Mahalanobis(features),
     }
-    gate.fit_all(list(detectors.values()), (cifar(data, "cifar10_train", options.fit), labels))
+    gate.fit_all(list(detectors.values()), (images_of(data, "cifar10_train", options.fit), labels))
     rows = []
     precisions: tuple[Precision, ...] = get_args(Precision)
     for name, detector in detectors.items():
@@ -415,10 +415,10 @@ def audit(data: Path, options: argparse.Namespace) -> Results:
     """
     model = densenet(data)
     encoder, features = gate.Encoder(model, **CIFAR), gate.Encoder(model, "avgpool", **CIFAR)
-    inliers, outliers = cifar(data, "cifar10_test", options.audited), cifar(data, "gtsrb_test", options.audited)
+    inliers, outliers = images_of(data, "cifar10_test", options.audited), images_of(data, "gtsrb_test", options.audited)
     content = np.load(data / "cifar10_train.npz")
     labels = torch.from_numpy(content["y"][: options.fit]).long().to(DEVICE)
-    train = cifar(data, "cifar10_train", options.fit), labels
+    train = images_of(data, "cifar10_train", options.fit), labels
     kinds = gate.detectors
     detectors = {
         "msp": kinds.MSP(encoder),
@@ -505,7 +505,7 @@ def growth(data: Path, options: argparse.Namespace) -> Results:
     encoder = gate.Encoder(densenet(data), **CIFAR)
     rows: list[dict[str, Any]] = []
     few, short = options.grown_images, options.grown_steps
-    targets = cifar(data, "cifar10_test", 10 * few)
+    targets = images_of(data, "cifar10_test", 10 * few)
     noise = torch.rand(targets.shape, device=DEVICE)
 
     def measured(count: int, steps: int) -> dict[str, float]:

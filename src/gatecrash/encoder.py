@@ -16,6 +16,7 @@ from gatecrash.checkpointing import blocks_of, checkpointed
 from gatecrash.errors import first_line
 from gatecrash.images import check_form, resized
 from gatecrash.protocols import Latent
+from gatecrash.speed import is_laid_out
 from gatecrash.taps import evaluating as evaluating
 from gatecrash.taps import every_module
 from gatecrash.taps import first_tensor as first_tensor
@@ -92,6 +93,8 @@ class Encoder(nn.Module):
             raise ValueError(f"std must be positive in every channel, got {tuple(std)}")
         self._taps = self._find(self.layers)
         self._names = tuple(dict.fromkeys(self.layers or (None,)))
+        self._lays_out = any(isinstance(module, nn.Conv2d) for module in every_module(model))
+        """Whether the network is faster, and works, with the channels of its images last."""
         self._spares_inputs = False
         """Whether the network was seen to leave what it reads alone, so that it may read the caller's images."""
 
@@ -178,6 +181,8 @@ class Encoder(nn.Module):
         if std is not None:
             x = x / per_channel(std, x, "std")
         x = x if parameter is None or parameter.dtype == x.dtype else x.to(parameter.dtype)
+        if self._lays_out and is_laid_out() and x.device.type == "cpu" and x.dtype == torch.float32:
+            x = x.contiguous(memory_format=torch.channels_last)
         # A network may write into its input (x -= 0.5), and the images are the caller's.
         return x.clone() if x is images and (x.is_inference() or not self._spares_inputs) else x
 
@@ -198,6 +203,9 @@ class Encoder(nn.Module):
             return self.model(inputs)
         except RuntimeError as error:
             reason = first_line(error)
+            if not inputs.is_contiguous() and "view" in reason:  # x.view(len(x), -1) wants channels first
+                self._lays_out = False
+                return self._run(inputs.contiguous())
             if not _ABOUT_SHAPES.search(reason):
                 raise
             raise ValueError(
@@ -242,7 +250,7 @@ def as_encoder(network: nn.Module) -> Encoder:
 def pooled(z: Tensor, pool: Pool) -> Tensor:
     """Maps (B, C, H, W) as their mean over places or flattened; tokens (B, T, D) likewise; vectors as they are."""
     if pool is None or z.ndim <= 2:
-        return z
+        return z.contiguous()
     if pool == "flatten":
         return z.flatten(1)
     return z.mean(dim=1) if z.ndim == 3 else z.flatten(2).mean(dim=2)

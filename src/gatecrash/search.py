@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from dataclasses import replace
 from operator import index
 from typing import Literal, TypedDict, get_args
@@ -18,7 +17,7 @@ from gatecrash.play import Run, Settings, check_start_value, evaluate, run_from,
 from gatecrash.portions import Portions
 from gatecrash.progress import Bar, progress
 from gatecrash.protocols import Objective, Stepper
-from gatecrash.speed import is_plainly, unchanged
+from gatecrash.speed import is_plainly, laid_out, unchanged
 from gatecrash.stepper import choose
 
 Precision = Literal["auto", "float32", "mixed"]
@@ -117,7 +116,7 @@ def search(
                 rows = torch.arange(offset, offset + len(part), device=start.device)
                 limit = stop.to(rows.device)[rows] if isinstance(stop, Tensor) and stop.ndim == 1 else stop
                 origin = None if first is None else first[rows].detach()
-                with unchanged() if mixed else nullcontext():
+                with unchanged() if mixed else laid_out(really=precision == "auto" and not is_plainly()):
                     found.append(_climb(settings, part, origin, rows, limit, source, bar))
                 offset += len(part)
         return joined(found)

@@ -50,6 +50,22 @@ def is_plainly() -> bool:
     return _plainly.get()
 
 
+_laid_out: ContextVar[bool] = ContextVar("laid_out", default=False)
+
+
+def laid_out(*, really: bool = True) -> AbstractContextManager[None]:
+    """Inside the block, networks with convolutions may get images with their channels last, which is faster on a CPU.
+
+    They compute the same, rounded in another order.
+    """
+    return holding(_laid_out, really)
+
+
+def is_laid_out() -> bool:
+    """Whether that holds here."""
+    return _laid_out.get()
+
+
 _block: ContextVar[object] = ContextVar("unchanged", default=None)
 
 

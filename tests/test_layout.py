@@ -1,0 +1,91 @@
+"""Networks with convolutions in a search on a CPU: their images' channels come last, and what they compute stays."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gatecrash as gate
+from gatecrash import Encoder, Linf
+from gatecrash.detectors import Energy
+from gatecrash.speed import laid_out, plainly
+
+
+class Watched(nn.Module):
+    """A convolution and a linear layer; it remembers whether the channels of what it read came last."""
+
+    def __init__(self, *, views: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.views = views
+        self.last: list[bool] = []
+        self.conv, self.linear = nn.Conv2d(3, 4, 3), nn.Linear(4 * 36, 5)
+        self.eval().requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last.append(x.is_contiguous(memory_format=torch.channels_last))
+        maps = torch.relu(self.conv(x))
+        return self.linear(maps.view(len(x), -1) if self.views else maps.flatten(1))
+
+
+def pictures(count: int = 6, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.rand(count, 3, 8, 8, generator=torch.Generator().manual_seed(0), dtype=dtype)
+
+
+def test_a_search_on_a_cpu_takes_channels_last_and_finds_the_same() -> None:
+    network = Watched()
+    fast = gate.evict(Energy(network), pictures(), Linf(0.1), steps=5)
+    assert network.last and all(network.last)
+    network.last.clear()
+    plain = gate.evict(Energy(network), pictures(), Linf(0.1), steps=5, precision="float32")
+    with plainly():
+        checked = gate.evict(Energy(network), pictures(), Linf(0.1), steps=5)
+    assert network.last and not any(network.last)
+    assert torch.equal(plain.x, checked.x)
+    torch.testing.assert_close(fast.x, plain.x, rtol=0, atol=1e-5)
+    torch.testing.assert_close(fast.score, plain.score)
+    assert fast.x.is_contiguous()
+
+
+def test_scores_and_networks_of_their_own_are_read_as_they_are() -> None:
+    network, x = Watched(), pictures()
+    assert torch.equal(Encoder(network)(x), network(x))
+    Energy(network).scores(x)
+    assert not any(network.last)
+
+
+def test_a_network_that_wants_its_channels_first_gets_them() -> None:
+    network = Watched(views=True)
+    found = gate.evict(Energy(network), pictures(), Linf(0.1), steps=5)
+    assert network.last[:2] == [True, False] and not any(network.last[1:])
+    wanted = gate.evict(Energy(Watched()), pictures(), Linf(0.1), steps=5)
+    torch.testing.assert_close(found.x, wanted.x, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("layer", ["conv", ["conv", None]])
+def test_maps_that_are_tapped_have_their_channels_first(layer: str | list[str | None]) -> None:
+    encoder, x = Encoder(Watched(), layer, pool=None), pictures()
+    wanted = encoder(x)
+    with laid_out():
+        found = encoder(x)
+    for one, other in zip(
+        [found] if isinstance(found, Tensor) else found, [wanted] if isinstance(wanted, Tensor) else wanted, strict=True
+    ):
+        assert isinstance(one, Tensor) and one.is_contiguous()
+        torch.testing.assert_close(one, other)
+
+
+def test_double_precision_and_networks_without_convolutions_are_left_alone() -> None:
+    network = Watched().double()
+    with laid_out():
+        Encoder(network)(pictures(dtype=torch.float64))
+        flat = nn.Flatten()
+        flat.register_forward_pre_hook(lambda module, inputs: network.last.append(not inputs[0].is_contiguous()))
+        Encoder(flat)(pictures())
+    assert network.last == [False, False]
+
+
+def test_a_wrong_shape_is_still_said() -> None:
+    with laid_out(), pytest.raises(ValueError, match="does not take images of shape"):
+        Encoder(Watched())(torch.rand(2, 3, 9, 9))
