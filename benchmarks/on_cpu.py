@@ -38,7 +38,8 @@ WAYS = {
 
 def attack(data: Path, options: argparse.Namespace) -> tuple[int, Callable[[], object]]:
     """Inliers pushed out, MSP on DenseNet-BC: evaluations, and what makes them."""
-    detector, x = gate.detectors.MSP(gate.Encoder(densenet(data), **CIFAR)), images_of(data, "cifar10_test", options.count)
+    x = images_of(data, "cifar10_test", options.count)
+    detector = gate.detectors.MSP(gate.Encoder(densenet(data), **CIFAR))
     precision = "float32" if "layout" in WAYS[options.way] else "auto"
     return len(x) * (options.steps + 1), lambda: gate.evict(
         detector, x, gate.Linf(1 / 255), steps=options.steps, precision=precision
@@ -56,7 +57,8 @@ def scores(data: Path, options: argparse.Namespace) -> tuple[int, Callable[[], o
 
 def odin_scores(data: Path, options: argparse.Namespace) -> tuple[int, Callable[[], object]]:
     """The scores of ODIN there, which take a gradient."""
-    detector, x = gate.detectors.ODIN(gate.Encoder(densenet(data), **CIFAR)), images_of(data, "cifar10_test", options.count)
+    x = images_of(data, "cifar10_test", options.count)
+    detector = gate.detectors.ODIN(gate.Encoder(densenet(data), **CIFAR))
     return len(x), lambda: detector.scores(x)
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from speed import CIFAR, DEVICE, PIXEL, cifar, densenet, latent_of, mape_of, now
+from speed import CIFAR, DEVICE, PIXEL, densenet, images_of, latent_of, mape_of, now
 from torch import Tensor
 
 import gatecrash as gate
@@ -85,7 +85,7 @@ def shared(data: Path, count: int) -> Iterator[Row]:
     """
     encoder = gate.Encoder(densenet(data), **CIFAR)
     detector = gate.detectors.Energy(encoder)
-    inliers, outliers = cifar(data, "cifar10_test", count), cifar(data, "gtsrb_test", count)
+    inliers, outliers = images_of(data, "cifar10_test", count), images_of(data, "gtsrb_test", count)
     with torch.no_grad():
         labels = encoder(inliers).argmax(1)
     for ball, step in ((gate.Linf(PIXEL), PIXEL / 4), (gate.Linf(8 * PIXEL), 2 * PIXEL), (gate.L2(0.5), 0.1)):

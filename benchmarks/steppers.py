@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from speed import CIFAR, DEVICE, EPS, IMAGENET, cifar, densenet, imagenet, mape_of, resnet50
+from speed import CIFAR, DEVICE, EPS, IMAGENET, densenet, imagenet, images_of, mape_of, resnet50
 from torch import Tensor
 
 import gatecrash as gate
@@ -165,7 +165,7 @@ def settings_of(data: Path, names: list[str], count: int) -> list[Setting]:
     """The networks asked for."""
     found = []
     if "densenet" in names:
-        model, target = densenet(data), cifar(data, "cifar10_test", count)
+        model, target = densenet(data), images_of(data, "cifar10_test", count)
         noise = torch.rand(target.shape, generator=torch.Generator().manual_seed(0)).to(DEVICE)
         latent, earlier = gate.Encoder(model, "avgpool", **CIFAR), gate.Encoder(model, "trans2", **CIFAR)
         found.append(Setting("DenseNet-BC", latent, earlier, noise, target, 10.0))
