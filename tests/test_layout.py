@@ -15,10 +15,10 @@ from gatecrash.speed import laid_out, plainly
 class Watched(nn.Module):
     """A convolution and a linear layer; it remembers whether the channels of what it read came last."""
 
-    def __init__(self, *, views: bool = False) -> None:
+    def __init__(self, how: str = "flattens") -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.views = views
+        self.how = how
         self.last: list[bool] = []
         self.conv, self.linear = nn.Conv2d(3, 4, 3), nn.Linear(4 * 36, 5)
         self.eval().requires_grad_(False)
@@ -26,7 +26,9 @@ class Watched(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.last.append(x.is_contiguous(memory_format=torch.channels_last))
         maps = torch.relu(self.conv(x))
-        return self.linear(maps.view(len(x), -1) if self.views else maps.flatten(1))
+        if self.how == "views":
+            return self.linear(maps.view(len(x), -1))
+        return self.linear(maps.as_strided((len(x), 144), (144, 1)) if self.how == "strides" else maps.flatten(1))
 
 
 def pictures(count: int = 6, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -36,7 +38,7 @@ def pictures(count: int = 6, dtype: torch.dtype = torch.float32) -> Tensor:
 def test_a_search_on_a_cpu_takes_channels_last_and_finds_the_same() -> None:
     network = Watched()
     fast = gate.evict(Energy(network), pictures(), Linf(0.1), steps=5)
-    assert network.last and all(network.last)
+    assert network.last[0] is False and len(network.last) == 8 and all(network.last[1:])
     network.last.clear()
     plain = gate.evict(Energy(network), pictures(), Linf(0.1), steps=5, precision="float32")
     with plainly():
@@ -55,12 +57,22 @@ def test_scores_and_networks_of_their_own_are_read_as_they_are() -> None:
     assert not any(network.last)
 
 
-def test_a_network_that_wants_its_channels_first_gets_them() -> None:
-    network = Watched(views=True)
+@pytest.mark.parametrize("how", ["views", "strides"])
+def test_a_network_that_wants_its_channels_first_gets_them(how: str) -> None:
+    network = Watched(how)
     found = gate.evict(Energy(network), pictures(), Linf(0.1), steps=5)
-    assert network.last[:2] == [True, False] and not any(network.last[1:])
-    wanted = gate.evict(Energy(Watched()), pictures(), Linf(0.1), steps=5)
-    torch.testing.assert_close(found.x, wanted.x, rtol=0, atol=1e-5)
+    assert network.last[:2] == [False, True] and len(network.last) == 8 and not any(network.last[2:])
+    wanted = gate.evict(Energy(Watched()), pictures(), Linf(0.1), steps=5, precision="float32")
+    torch.testing.assert_close(found.x, wanted.x, rtol=0, atol=1e-6)
+
+
+def test_a_network_is_tried_once_and_in_eval_mode() -> None:
+    network = Watched().train()
+    modes: list[bool] = []
+    network.register_forward_pre_hook(lambda module, inputs: modes.append(module.training))
+    for _ in range(2):
+        gate.pgd(network, pictures(), torch.zeros(6, dtype=torch.long), Linf(0.1), steps=2)
+    assert network.last.count(False) == 1 and not any(modes) and network.training
 
 
 @pytest.mark.parametrize("layer", ["conv", ["conv", None]])

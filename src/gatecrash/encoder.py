@@ -15,6 +15,7 @@ from gatecrash import prepared
 from gatecrash.checkpointing import blocks_of, checkpointed
 from gatecrash.errors import first_line
 from gatecrash.images import check_form, resized
+from gatecrash.layout import laid_out_for
 from gatecrash.protocols import Latent
 from gatecrash.speed import is_laid_out
 from gatecrash.taps import evaluating as evaluating
@@ -93,8 +94,6 @@ class Encoder(nn.Module):
             raise ValueError(f"std must be positive in every channel, got {tuple(std)}")
         self._taps = self._find(self.layers)
         self._names = tuple(dict.fromkeys(self.layers or (None,)))
-        self._lays_out = any(isinstance(module, nn.Conv2d) for module in every_module(model))
-        """Whether the network is faster, and works, with the channels of its images last."""
         self._spares_inputs = False
         """Whether the network was seen to leave what it reads alone, so that it may read the caller's images."""
 
@@ -165,6 +164,7 @@ class Encoder(nn.Module):
 
     def _latent(self, name: str | None, output: Any) -> Tensor:
         z = upcast(first_tensor(output, name or type(self.model).__name__))
+        z = z.contiguous() if is_laid_out() else z
         return z if name is None else pooled(z, self.pool)
 
     def _inputs(self, images: Tensor) -> Tensor:
@@ -181,8 +181,7 @@ class Encoder(nn.Module):
         if std is not None:
             x = x / per_channel(std, x, "std")
         x = x if parameter is None or parameter.dtype == x.dtype else x.to(parameter.dtype)
-        if self._lays_out and is_laid_out() and x.device.type == "cpu" and x.dtype == torch.float32:
-            x = x.contiguous(memory_format=torch.channels_last)
+        x = laid_out_for(self.model, x)
         # A network may write into its input (x -= 0.5), and the images are the caller's.
         return x.clone() if x is images and (x.is_inference() or not self._spares_inputs) else x
 
@@ -203,9 +202,6 @@ class Encoder(nn.Module):
             return self.model(inputs)
         except RuntimeError as error:
             reason = first_line(error)
-            if not inputs.is_contiguous() and "view" in reason:  # x.view(len(x), -1) wants channels first
-                self._lays_out = False
-                return self._run(inputs.contiguous())
             if not _ABOUT_SHAPES.search(reason):
                 raise
             raise ValueError(
@@ -250,7 +246,7 @@ def as_encoder(network: nn.Module) -> Encoder:
 def pooled(z: Tensor, pool: Pool) -> Tensor:
     """Maps (B, C, H, W) as their mean over places or flattened; tokens (B, T, D) likewise; vectors as they are."""
     if pool is None or z.ndim <= 2:
-        return z.contiguous()
+        return z
     if pool == "flatten":
         return z.flatten(1)
     return z.mean(dim=1) if z.ndim == 3 else z.flatten(2).mean(dim=2)
