@@ -2,11 +2,12 @@
 
 import gc
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 
 import gatecrash as gate
 from gatecrash import Encoder, Linf, portions
@@ -148,11 +149,11 @@ def test_what_is_stored_is_counted_without_parameters_and_once() -> None:
 
 def test_a_cpu_stores_only_so_much_for_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     network, x = Layers(), pictures(40)
-    whole = gate.evict(Energy(network), x, Linf(0.1), steps=3)
+    whole = gate.evict(Energy(network), x, Linf(0.1), steps=3, precision="float32")
     assert set(network.seen) == {40}
     network.seen.clear()
     monkeypatch.setattr(portions, "STORED", 12 * stored_by_one())
-    small = gate.evict(Energy(network), x, Linf(0.1), steps=3)
+    small = gate.evict(Energy(network), x, Linf(0.1), steps=3, precision="float32")
     assert network.seen[:3] == [40, 20, 10] and set(network.seen[3:]) == {10}
     torch.testing.assert_close(small.x, whole.x, rtol=0, atol=1e-6)
     torch.testing.assert_close(small.value, whole.value)
@@ -161,14 +162,14 @@ def test_a_cpu_stores_only_so_much_for_a_gradient(monkeypatch: pytest.MonkeyPatc
 def test_a_cpu_stores_no_larger_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     network = Layers()
     monkeypatch.setattr(portions, "LARGEST", 16 * 4 * 3 * 64)
-    gate.evict(Energy(network), pictures(40), Linf(0.1), steps=1)
+    gate.evict(Energy(network), pictures(40), Linf(0.1), steps=1, precision="float32")
     assert network.seen[:3] == [40, 20, 10] and set(network.seen[3:]) == {10}
 
 
 def test_one_image_is_evaluated_whatever_it_stores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(portions, "STORED", 1)
     network = Layers()
-    found = gate.evict(Energy(network), pictures(3), Linf(0.1), steps=1)
+    found = gate.evict(Energy(network), pictures(3), Linf(0.1), steps=1, precision="float32")
     assert network.seen == [3, *[1] * 6] and bool(found.success.all())
 
 
@@ -216,6 +217,25 @@ def test_a_graph_that_nobody_follows_back_is_freed() -> None:
         assert alive() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_who_forbids_what_counts_is_attacked(inside: bool) -> None:
+    def forbidding(x: Tensor, rows: Tensor) -> Tensor:
+        with disable_saved_tensors_hooks("not here") if inside else nullcontext():
+            return x.square().flatten(1).sum(dim=1)
+
+    with nullcontext() if inside else disable_saved_tensors_hooks("nowhere"):
+        found = search(forbidding, pictures(4), Linf(0.1), stepper=Apgd(), steps=3)
+    assert bool(found.success.all())
+
+
+def test_a_mistake_is_told_as_it_is() -> None:
+    def mistaken(x: Tensor, rows: Tensor) -> Tensor:
+        return x.flatten(1) @ torch.ones(5, 1)
+
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        search(mistaken, pictures(4), Linf(0.1), stepper=Apgd(), steps=3)
 
 
 def test_a_detector_with_derivatives_by_torch_func_is_attacked() -> None:

@@ -94,10 +94,10 @@ class Portions:
         try:
             with saved_tensors_hooks(storage.take, storage.give):
                 found = function(*these)
-        except RuntimeError as error:
-            if "saved tensor hooks" not in str(error):
-                raise
-            found = function(*these)  # torch.func's derivatives cannot be watched
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:  # such as torch.func's, whose derivatives cannot be watched
+            found = function(*these)
         self._fitting = len(these[0]) if storage.bytes else self._fitting
         return found
 
