@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,6 +12,18 @@ import gatecrash as gate
 from gatecrash import Encoder, Linf
 from gatecrash.detectors import Energy
 from gatecrash.speed import laid_out, plainly
+
+
+class Backwards(torch.autograd.Function):
+    """What is given, and a gradient that must be stored channels first."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        return gradient.view(len(gradient), -1).view_as(gradient)
 
 
 class Watched(nn.Module):
@@ -25,7 +39,7 @@ class Watched(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.last.append(x.is_contiguous(memory_format=torch.channels_last))
-        maps = torch.relu(self.conv(x))
+        maps = torch.relu(self.conv(Backwards.apply(x) if self.how == "views on the way back" else x))
         if self.how == "views":
             return self.linear(maps.view(len(x), -1))
         return self.linear(maps.as_strided((len(x), 144), (144, 1)) if self.how == "strides" else maps.flatten(1))
@@ -57,13 +71,21 @@ def test_scores_and_networks_of_their_own_are_read_as_they_are() -> None:
     assert not any(network.last)
 
 
-@pytest.mark.parametrize("how", ["views", "strides"])
+@pytest.mark.parametrize("how", ["views", "strides", "views on the way back"])
 def test_a_network_that_wants_its_channels_first_gets_them(how: str) -> None:
     network = Watched(how)
     found = gate.evict(Energy(network), pictures(), Linf(0.1), steps=5)
     assert network.last[:2] == [False, True] and len(network.last) == 8 and not any(network.last[2:])
     wanted = gate.evict(Energy(Watched()), pictures(), Linf(0.1), steps=5, precision="float32")
     torch.testing.assert_close(found.x, wanted.x, rtol=0, atol=1e-6)
+
+
+def test_a_gradient_has_its_channels_first() -> None:
+    encoder, x = Encoder(Watched()), pictures().requires_grad_()
+    with laid_out():
+        (gradient,) = torch.autograd.grad(encoder(x).square().sum(), x, create_graph=True)  # type: ignore[union-attr]
+        (second,) = torch.autograd.grad(gradient.square().sum(), x)
+    assert gradient.is_contiguous() and second.shape == x.shape
 
 
 def test_a_network_is_tried_once_and_in_eval_mode() -> None:

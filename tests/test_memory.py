@@ -39,7 +39,7 @@ glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's ma
 
 
 def run(argument: str, **changes: str) -> tuple[bool | None, int]:
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("MALLOC_")}
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("MALLOC_", "GLIBC_"))}
     command = [sys.executable, "-c", PROGRAM, argument]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment | changes)
     said, faults = json.loads(done.stdout)
@@ -56,6 +56,7 @@ def test_a_pass_finds_the_memory_of_the_pass_before() -> None:
 @glibc
 def test_who_said_otherwise_is_left_alone() -> None:
     assert run("keep", MALLOC_TRIM_THRESHOLD_="131072")[0] is False
+    assert run("keep", GLIBC_TUNABLES="glibc.malloc.trim_threshold=131072")[0] is False
 
 
 def test_another_system_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

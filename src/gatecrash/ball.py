@@ -80,11 +80,11 @@ class Ball(ABC):
 
     def random_start(self, centre: Tensor, uniform: Tensor) -> Tensor:
         """A random point of ball and box: ±eps in every coordinate, from `uniform` in [0, 1), then projected."""
-        return self.project(self.scattered(centre, uniform.clone()), centre)
+        return self.project(self.scattered(centre, uniform), centre)
 
     def scattered(self, centre: Tensor, uniform: Tensor) -> Tensor:
-        """The same before it is projected, written where the uniform numbers are."""
-        return torch.add(centre, uniform.sub_(0.5), alpha=2 * self.eps, out=uniform)
+        """The same before it is projected."""
+        return torch.add(centre, uniform - 0.5, alpha=2 * self.eps)
 
     def clamp(self, x: Tensor) -> Tensor:
         """The points moved into the box, where there is one."""

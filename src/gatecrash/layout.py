@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -29,7 +30,24 @@ def laid_out_for(model: nn.Module, x: Tensor) -> Tensor:
         return x
     if model not in _bears:
         _bears[model] = _has_convolutions(model) and _agrees(model, x[:2].detach())
-    return x.contiguous(memory_format=torch.channels_last) if _bears[model] else x
+    return _laid_out(x) if _bears[model] else x
+
+
+def _laid_out(x: Tensor) -> Tensor:
+    laid: Tensor = _ChannelsLast.apply(x)
+    return laid
+
+
+class _ChannelsLast(torch.autograd.Function):
+    """The same numbers with their channels last, and a gradient with its channels first, as it is used to be."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        return x.clone(memory_format=torch.channels_last)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        return gradient.contiguous()
 
 
 def _has_convolutions(model: nn.Module) -> bool:
@@ -37,13 +55,22 @@ def _has_convolutions(model: nn.Module) -> bool:
 
 
 def _agrees(model: nn.Module, x: Tensor) -> bool:
-    """Whether the network gives the same in both layouts; where it does not run at all, it is to say so itself."""
+    """Whether outputs and gradients are the same in both layouts; where there are none, the network is to say so."""
     try:
-        with torch.no_grad(), evaluating(model):
-            one, other = (
-                first_tensor(model(x.clone(memory_format=layout)), type(model).__name__)
-                for layout in (torch.contiguous_format, torch.channels_last)
-            )
-    except (RuntimeError, ValueError):
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]), evaluating(model):
+            one, other = _tried(model, x), _tried(model, _laid_out(x))
+    except Exception:  # a network may raise anything
         return False
+    return all(_alike(first, second) for first, second in zip(one, other, strict=True))
+
+
+def _tried(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The output for images, and the gradient of its squares; the network may write into what it reads."""
+    x = x.detach().requires_grad_()
+    output = first_tensor(model(x.clone()), type(model).__name__)
+    (gradient,) = torch.autograd.grad(output.square().sum(), x)
+    return output.detach(), gradient
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and bool((one - other).abs().amax() <= ROUNDING * one.abs().amax())

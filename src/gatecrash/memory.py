@@ -20,7 +20,8 @@ def keep_freed_memory() -> bool:
     library, gives much of that back to the system, and to fetch it again page by page takes as long as a small
     network's pass. Who has said otherwise, with glibc's environment variables, is left alone.
     """
-    if sys.platform != "linux" or {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"} & os.environ.keys():
+    said = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"} & os.environ.keys()
+    if sys.platform != "linux" or said or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", ""):
         return False
     try:
         mallopt = ctypes.CDLL(None).mallopt

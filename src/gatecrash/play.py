@@ -76,8 +76,8 @@ class Settings:
 
     @property
     def later(self) -> int:
-        """The step before which the first one's gradients are looked at, some steps ahead of a device's work."""
-        return min(LATER, self.far // 2)
+        """The step before which it is looked at whether the first one had gradients; the next one in a short run."""
+        return LATER if self.steps > 10 * LATER else 1
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import TypeAlias, TypeVar
 
 import torch
@@ -19,8 +20,8 @@ Evaluation: TypeAlias = tuple[Tensor, Tensor | None]
 ON_CPU, SCORED_ON_CPU = 512, 64
 """Samples that a CPU evaluates at once at most, for a gradient and else."""
 
-NUMBERS = 2**20
-"""The numbers that these samples have at most: six images of 224 pixels."""
+NUMBERS, FIRST = 2**20, 2**17
+"""The numbers that these samples have at most, six images of 224 pixels, and those of a first portion."""
 
 STORED = 2**29
 """Bytes that a CPU stores at once for a gradient. A deep network's hundreds of layers of a large batch are fetched from
@@ -34,7 +35,8 @@ class Portions:
     """Evaluates samples in portions that fit into memory; no value depends on the portion that its sample is in.
 
     All samples are one portion until memory runs out; then portions are halved until they fit, and stay so. A CPU's
-    memory does not run out before the process is killed, so there it has run out once more than `STORED` is stored.
+    memory does not run out before the process is killed, and is slow long before. So there it is counted what a first,
+    small portion stores for a gradient, and the next ones are as large as that allows.
 
     Args:
         device: where the samples are.
@@ -43,10 +45,12 @@ class Portions:
     """
 
     def __init__(self, device: torch.device, rows: int | None = None, *, gradient: bool = True) -> None:
-        self.rows, self.gradient = rows, gradient
+        self.rows = rows
         self.on_cpu = device.type == "cpu"
-        self._fitting = 1
-        """The samples of the largest portion known to fit on a CPU."""
+        self.most = ON_CPU if gradient else SCORED_ON_CPU
+        """The samples that a CPU evaluates at once at most."""
+        self._known = False
+        """Whether that takes into account what they store for a gradient."""
 
     def evaluate(self, function: Callable[[Tensor, Tensor], Evaluation], x: Tensor, rows: Tensor) -> Evaluation:
         """What a function gives for samples (B, ...) and their indices (B,).
@@ -60,12 +64,11 @@ class Portions:
     def run(self, function: Callable[..., T], x: Tensor, *further: Tensor) -> list[T]:
         """What a function gives for portions of samples, and of whatever else there is one of for each."""
         count, done, parts = len(x), 0, list[T]()
-        most = self._most(x.numel() // max(1, count)) if self.on_cpu else count
         while done < count:
-            size = min(self.rows or count, most, count - done)
+            size = self._size(count - done, x.numel() // count)
             these = (x, *further) if size == count else [tensor[done : done + size] for tensor in (x, *further)]
             try:
-                parts.append(self._watched(function, these) if self._is_new(size) else function(*these))
+                parts.append(function(*these) if self._known or not self.on_cpu else self._watched(function, these))
                 done += size
                 continue
             except torch.OutOfMemoryError:
@@ -76,29 +79,32 @@ class Portions:
                 torch.cuda.empty_cache()
         return parts
 
-    def _most(self, numbers: int) -> int:
-        """How many samples of so many numbers a CPU evaluates at once at most."""
-        return max(1, min(ON_CPU if self.gradient else SCORED_ON_CPU, NUMBERS // max(1, numbers)))
-
-    def _is_new(self, size: int) -> bool:
-        """Whether it is still to be seen that so many samples fit on a CPU."""
-        return self.on_cpu and size > self._fitting and current_pace() == "plain"
+    def _size(self, left: int, numbers: int) -> int:
+        """How many of the samples left, of so many numbers each, are the next portion."""
+        limit = min(self.rows or left, left)
+        if not self.on_cpu:
+            return limit
+        most = max(2, min(self.most, (NUMBERS if self._known else FIRST) // max(1, numbers)))
+        if limit <= most:
+            return limit
+        size = -(-left // -(-left // most))  # in portions alike
+        return size + 1 if left - size == 1 else size  # some networks take one image for no batch
 
     def _watched(self, function: Callable[..., T], these: Sequence[Tensor]) -> T:
-        """What a function gives for one portion.
-
-        Raises:
-            torch.OutOfMemoryError: for a gradient it would store too much.
-        """
-        storage = Storage(len(these[0]))
+        """What a function gives for one portion; what it stores for a gradient tells how large the next may be."""
+        size = len(these[0])
+        storage = Storage(size)
         try:
-            with saved_tensors_hooks(storage.take, storage.give):
+            with saved_tensors_hooks(storage.take, storage.give) if current_pace() == "plain" else nullcontext():
                 found = function(*these)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:  # such as torch.func's, whose derivatives cannot be watched
             found = function(*these)
-        self._fitting = len(these[0]) if storage.bytes else self._fitting
+            storage.bytes, self.most = storage.bytes or 1, min(self.most, size)
+        if storage.bytes:
+            fitting = min(STORED * size // storage.bytes, LARGEST * size // max(1, storage.largest))
+            self.most, self._known = max(2, min(self.most, fitting)), True
         return found
 
 
@@ -106,27 +112,38 @@ class Storage:
     """What is stored for a gradient, counted: each piece of memory once, and no parameters."""
 
     def __init__(self, samples: int) -> None:
-        self.samples, self.bytes = samples, 0
-        self._known = set[int]()
+        self.samples, self.bytes, self.largest = samples, 0, 0
+        self._seen = set[int]()
 
-    def take(self, tensor: Tensor) -> Tensor:
-        """One tensor more, without its history: with it, an output that is stored would hold itself for ever.
+    def take(self, tensor: Tensor) -> tuple[Tensor, int | None]:
+        """A tensor to store, and how often it was written to.
 
-        Raises:
-            torch.OutOfMemoryError: it is too large, or the last too many.
+        It comes without its history: with it, an output that is stored would hold itself for ever.
         """
-        memory, origin = tensor.untyped_storage(), tensor._base if tensor._is_view() else tensor
-        of_samples = tensor.grad_fn is not None or tensor.shape[:1] == (self.samples,)
-        if of_samples and not isinstance(origin, nn.Parameter) and memory.data_ptr() not in self._known:
-            self._known.add(memory.data_ptr())
-            self.bytes += memory.nbytes()
-            if self.bytes > STORED or memory.nbytes() > LARGEST:
-                raise torch.OutOfMemoryError(f"{self.samples} samples are more than a CPU is to evaluate at once")
-        return tensor.detach()
+        version = None if tensor.is_inference() else tensor._version
+        origin = tensor._base if tensor._is_view() else tensor
+        if (
+            tensor.layout == torch.strided
+            and not isinstance(origin, nn.Parameter)
+            and tensor.numel() % self.samples == 0
+        ):
+            memory = tensor.untyped_storage()
+            if memory.data_ptr() not in self._seen:
+                self._seen.add(memory.data_ptr())
+                size = min(memory.nbytes(), tensor.numel() * tensor.element_size())
+                self.bytes, self.largest = self.bytes + size, max(self.largest, size)
+        return tensor.detach(), version
 
     @staticmethod
-    def give(tensor: Tensor) -> Tensor:
-        """The tensor again."""
+    def give(stored: tuple[Tensor, int | None]) -> Tensor:
+        """The tensor again.
+
+        Raises:
+            RuntimeError: it was written to in the meantime, as autograd itself says.
+        """
+        tensor, version = stored
+        if version is not None and tensor._version != version:
+            raise RuntimeError("a tensor that a gradient needs has been modified by an inplace operation")
         return tensor
 
 

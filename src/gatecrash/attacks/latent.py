@@ -152,7 +152,12 @@ def latents(encoder: Encoder, x: Tensor, batch_size: int | None) -> Latent:
     """
     with torch.no_grad():
         parts = in_portions(lambda batch: detached(encoder(batch)), x, batch_size)
-    for index, part in enumerate(parts):
-        if not all(bool(leaf.isfinite().all()) for leaf in leaves(part)):
-            raise ValueError(f"the network's output has NaN or infinity, first in batch {index}")
+    done = 0
+    for part in parts:
+        for leaf in leaves(part):
+            bad = (~leaf.isfinite()).flatten(1).any(dim=1).nonzero().flatten().tolist()
+            if bad:
+                batch = (done + bad[0]) // (batch_size or len(x))
+                raise ValueError(f"the network's output has NaN or infinity, first in batch {batch}")
+        done += len(leaves(part)[0])
     return joined(parts)
