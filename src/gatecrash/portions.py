@@ -20,7 +20,7 @@ Evaluation: TypeAlias = tuple[Tensor, Tensor | None]
 ON_CPU, SCORED_ON_CPU = 512, 64
 """Samples that a CPU evaluates at once at most, for a gradient and else."""
 
-NUMBERS, FIRST = 2**20, 2**17
+NUMBERS, FIRST = 2**20, 2**18
 """The numbers that these samples have at most, six images of 224 pixels, and those of a first portion."""
 
 STORED = 2**29

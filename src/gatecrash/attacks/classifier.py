@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Unpack
 
+import torch
 from torch import Tensor, nn
 
 from gatecrash.attacks.registry import register
@@ -73,7 +74,8 @@ def _attack(
     """Search for the largest cross-entropy of the true label."""
     check_images(images)
     check_labels(labels, len(images))
-    objective = Misclassify(as_encoder(network).at(None), labels.long(), (int(labels.min()), int(labels.max())))
+    least, most = torch.aminmax(labels)
+    objective = Misclassify(as_encoder(network).at(None), labels.long(), (int(least), int(most)))
     return search(objective, images, ball, stepper=stepper, steps=steps, **options)
 
 
