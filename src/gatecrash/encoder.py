@@ -164,8 +164,8 @@ class Encoder(nn.Module):
 
     def _latent(self, name: str | None, output: Any) -> Tensor:
         z = upcast(first_tensor(output, name or type(self.model).__name__))
-        z = z.contiguous() if is_laid_out() else z
-        return z if name is None else pooled(z, self.pool)
+        z = z if name is None else pooled(z, self.pool)
+        return z.contiguous() if is_laid_out() else z
 
     def _inputs(self, images: Tensor) -> Tensor:
         parameter = first_floating(self.model)

@@ -9,6 +9,7 @@ from scipy.optimize import minimize
 from torch import Tensor, nn
 
 from gatecrash import L2, Adamax, Ball, Encoder, Linf, Sign, collide
+from gatecrash.attacks.latent import latents
 from gatecrash.protocols import Latent
 
 SHAPE = (3, 4, 4)
@@ -246,3 +247,11 @@ def test_neighbours_take_stops_and_trajectories_of_their_own() -> None:
     assert torch.equal(one.x, collide(encoder, start[:1], target[:1], L2(2.5), steps=20).x)
     with pytest.raises(ValueError, match="leave out `first`"):
         collide(encoder, start, target, L2(2.5), neighbours=True, first=start)
+
+
+def test_the_batch_that_is_not_finite_is_one_of_those_asked_for_however_they_are_cut() -> None:
+    x = torch.rand(300, 1, 2, 2)
+    x[200] = 2.0
+    for batch_size, batch in ((256, 0), (150, 1), (None, 0)):
+        with pytest.raises(ValueError, match=f"first in batch {batch}$"):
+            latents(lambda x: torch.where(x > 1, torch.nan, x).flatten(1), x, batch_size)
