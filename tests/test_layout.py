@@ -83,7 +83,9 @@ def test_a_network_that_wants_its_channels_first_gets_them(how: str) -> None:
 def test_a_gradient_has_its_channels_first() -> None:
     encoder, x = Encoder(Watched()), pictures().requires_grad_()
     with laid_out():
-        (gradient,) = torch.autograd.grad(encoder(x).square().sum(), x, create_graph=True)  # type: ignore[union-attr]
+        z = encoder(x)
+        assert isinstance(z, Tensor)
+        (gradient,) = torch.autograd.grad(z.square().sum(), x, create_graph=True)
         (second,) = torch.autograd.grad(gradient.square().sum(), x)
     assert gradient.is_contiguous() and second.shape == x.shape
 

@@ -145,7 +145,7 @@ class Linf(Ball):
             return super().projection(centre)
         low, high = centre - self.eps, centre + self.eps
         if self.box is not None:
-            low.clamp_(*self.box), high.clamp_(*self.box)
+            low, high = low.clamp_(*self.box), high.clamp_(*self.box)
         return partial(Tensor.clamp_, min=low, max=high)
 
     def direction(self, gradient: Tensor) -> Tensor:

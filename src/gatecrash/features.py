@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from gatecrash.encoder import Encoder, flat
 from gatecrash.files import replacing
 from gatecrash.images import Images, batches, batches_on
+from gatecrash.layout import alike
 from gatecrash.networks import hash_of
 from gatecrash.portions import Portions
 from gatecrash.progress import tracked
@@ -32,9 +33,6 @@ ROWS = 1 << 16
 
 FIRST = 8
 """Images that are encoded anew before the file of a cache is trusted."""
-
-ROUNDING = 1e-3
-"""How far, as a share of the largest, latents may differ that two passes of one network give."""
 
 
 def shared_pass(readers: Sequence[Reader]) -> Callable[[Tensor], list[Latent]]:
@@ -307,13 +305,6 @@ class Cache:
             with replacing(path) as draft:
                 tensors = {str(i): part for i, part in enumerate(parts)}
                 save_file(tensors, draft, metadata={"sha256": hash_of_all(parts)})
-
-
-def alike(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are the same but for rounding."""
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    return not one.numel() or bool((one - other).abs().amax() <= ROUNDING * other.abs().amax())
 
 
 def hash_of_all(tensors: Sequence[Tensor]) -> str:
