@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gatecrash.ball import Ball, distance
 from gatecrash.found import Trajectory
+from gatecrash.glance import Glance
 from gatecrash.kept import Kept
 from gatecrash.objective import name_of
 from gatecrash.portions import Evaluation, Portions
@@ -28,8 +29,8 @@ DOUBTS = (0.5, 0.75)
 """Where in a mixed run a few samples are evaluated in float32 too, to see whether half precision is still of use."""
 
 LATER = 4
-"""The steps after which it is looked at whether the first one had gradients in half precision. Looked at at once, the
-device would have nothing to do until the host, which runs ahead of it, has its answer and goes on."""
+"""The steps after which it is read whether the first one had gradients in half precision: by then the device has told,
+and has the other three still to do."""
 
 FEW = 24
 """So many of them, drawn anew every time: too few for code to be compiled for."""
@@ -76,7 +77,7 @@ class Settings:
 
     @property
     def later(self) -> int:
-        """The step before which it is looked at whether the first one had gradients; the next one in a short run."""
+        """The step before which it is read whether the first one had gradients; the next one in a short run."""
         return LATER if self.steps > 10 * LATER else 1
 
 
@@ -178,7 +179,7 @@ def run_from(
         project = settings.ball.projection(play.centre)
     state: State = {}
     far, doubts, later = settings.far, settings.doubts, settings.later
-    vanished = start.new_zeros(())
+    vanished, glance = start.new_zeros(()), Glance(torch.zeros(()))
     drawn: dict[int, Tensor] = {}  # the generator's state before the numbers of every step since the last look
 
     def draw(kind: Callable[..., Tensor]) -> Tensor:
@@ -202,9 +203,10 @@ def run_from(
             play.take(x, play.value, settings.keep)
             bar.advance()
             break
-        if 0 < step < far and (step == later or step in doubts):
-            trouble = torch.maximum(vanished, _roughness(settings, play, step)) if step in doubts else vanished
-            far = step if bool(trouble > SOME) else far
+        if 0 < step < far and step in doubts:
+            far = step if bool(torch.maximum(vanished, _roughness(settings, play, step)) > SOME) else far
+        elif 0 < step < far and step == later:
+            far = step if glance.read() > SOME else far
         if 0 < step == far:
             _restate(play, state, try_out(play.x))
         with_gradient = settings.stepper.needs_gradient and not last
@@ -216,6 +218,7 @@ def run_from(
         play.take(x, value, settings.keep)
         if step < far and gradient is not None and (step == 0 or step + 1 in doubts):
             vanished = _vanishing(gradient)
+            glance = Glance(vanished) if step == 0 else glance
         if held.trajectory is not None:
             _record(held.trajectory, step, play)
         bar.advance()
