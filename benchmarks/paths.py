@@ -24,7 +24,7 @@ from speed import CIFAR, DEVICE, PIXEL, densenet, images_of, latent_of, mape_of,
 from torch import Tensor
 
 import gatecrash as gate
-from gatecrash import play
+from gatecrash import half
 from gatecrash.files import write_text
 from gatecrash.prepared import preparing
 
@@ -39,7 +39,7 @@ class Collision:
 
     def run(self, steps: int, precision: Any, far: float, **options: Any) -> tuple[gate.Found, Row]:
         """What was found, and what there is to say of it."""
-        play.FAR_ANNEALED = far
+        half.FAR_ANNEALED = far
         ball, began = gate.L2(self.eps), now()
         found = gate.collide(self.encoder, self.start, self.target, ball, steps=steps, precision=precision, **options)
         seconds, mape = now() - began, mape_of(self.encoder, found.x, self.target)  # type: ignore[arg-type]
@@ -68,11 +68,11 @@ def rows_of(collision: Collision, long: int) -> Iterator[Row]:
 
 def doubted(collision: Collision) -> Iterator[Row]:
     """Half precision to the end, half precision as long as it is of use, and float32."""
-    doubts, compile_after = play.DOUBTS, None if DEVICE == "cpu" else 1
+    doubts, compile_after = half.DOUBTS, None if DEVICE == "cpu" else 1
     for steps in (40, 100):
         with preparing(devices=(DEVICE,), compile_after=compile_after):
             for looks in ((), doubts):
-                play.DOUBTS = looks
+                half.DOUBTS = looks
                 yield {"doubts": looks, **collision.run(steps, "mixed", 0.97)[1]}
         yield collision.run(steps, "float32", 0.0)[1]
 
@@ -101,7 +101,7 @@ def shared(data: Path, count: int) -> Iterator[Row]:
             yield {"way": way, "ball": str(ball), "precision": "float32", "mean": float(plain.mean())}
             slack = 0.01 * plain.abs().median()
             for far in (0.7, 0.9, 0.97):
-                play.FAR = play.FAR_EVEN = far
+                half.FAR = half.FAR_EVEN = far
                 value = run("mixed").value
                 counts = {
                     "weaker": int((value > plain + slack).sum()),

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import gatecrash as gate
-from gatecrash import play, prepared
+from gatecrash import half, prepared
 from gatecrash.files import write_text
 from gatecrash.networks import DenseNetBC, load_weights
 from gatecrash.prepared import Preparation, preparing
@@ -43,7 +43,7 @@ CIFAR = {"mean": (0.4914, 0.4822, 0.4465), "std": (0.2023, 0.1994, 0.2010)}
 IMAGENET = {"mean": (123.68 / 255, 116.779 / 255, 103.939 / 255)}
 EPS = 5.0
 PIXEL = 1 / 255
-SHARES = play.FAR, play.FAR_EVEN, play.FAR_ANNEALED
+SHARES = half.FAR, half.FAR_EVEN, half.FAR_ANNEALED
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 Results = Iterator[dict[str, Any]]
@@ -186,11 +186,11 @@ def collide(data: Path, options: argparse.Namespace) -> Results:
     tries = [
         (steps, "mixed", far, schedule)
         for schedule in options.schedules
-        for far in options.far or [play.FAR_ANNEALED]
+        for far in options.far or [half.FAR_ANNEALED]
         for steps in options.tries
     ]
     for steps, precision, far, schedule in [*tries, (options.tries[-1], "float32", 0.0, options.schedules[0])]:
-        play.FAR_ANNEALED = far
+        half.FAR_ANNEALED = far
         times = []
         for _ in range(3 if len(rows) > 2 else 8):  # the first compiles, and one of the next what a run does once
             began = now()
@@ -212,7 +212,7 @@ def collide(data: Path, options: argparse.Namespace) -> Results:
         row |= {"times_float32": strict / best, "times_default": seconds / best, "reached": median <= goal}
         rows.append(row | {"copies": prepared.facts(model)})
         yield result
-    play.FAR_ANNEALED = SHARES[-1]
+    half.FAR_ANNEALED = SHARES[-1]
     if options.defaults:
         with preparing(compile_after=Preparation().compile_after):
             times = []
@@ -247,15 +247,15 @@ def throughput(data: Path, options: argparse.Namespace) -> Results:
             return pgd_by_hand(model, x, labels, steps)
 
         def ours(
-            precision: Any, steps: int, x: Tensor = x, target: Tensor = target, far: float = play.FAR_ANNEALED
+            precision: Any, steps: int, x: Tensor = x, target: Tensor = target, far: float = half.FAR_ANNEALED
         ) -> object:
-            play.FAR_ANNEALED = far
+            half.FAR_ANNEALED = far
             return gate.collide(encoder, x, target, gate.L2(EPS), steps=steps, precision=precision)
 
         def ours_pgd(
-            precision: Any, steps: int, x: Tensor = x, labels: Tensor = labels, far: float = play.FAR_EVEN
+            precision: Any, steps: int, x: Tensor = x, labels: Tensor = labels, far: float = half.FAR_EVEN
         ) -> object:
-            play.FAR_EVEN, ball = far, gate.Linf(8 * PIXEL)
+            half.FAR_EVEN, ball = far, gate.Linf(8 * PIXEL)
             return gate.pgd(encoder, x, labels, ball, steps=steps, step=2 * PIXEL, precision=precision)
 
         def peer(name: str, steps: int, x: Tensor = x, labels: Tensor = labels) -> object:
@@ -282,8 +282,8 @@ def throughput(data: Path, options: argparse.Namespace) -> Results:
                 continue
             with flags(kind):
                 run(options.length)  # prepares and compiles
-                half, whole = (seconds_of(partial(run, steps)) for steps in (options.length // 2, options.length))
-            rate = batch * (options.length - options.length // 2) / (whole - half)
+                shorter, whole = (seconds_of(partial(run, steps)) for steps in (options.length // 2, options.length))
+            rate = batch * (options.length - options.length // 2) / (whole - shorter)
             row = {"batch": batch, "what": name, "image_steps_per_second": rate}
             rows.append(row | {"whole": batch * options.length / whole, "copies": prepared.facts(model)})
             yield {"far": options.far, "rows": rows}
@@ -579,7 +579,7 @@ def main() -> None:
     for part in options.parts.split(","):
         began = time.monotonic()
         torch.backends.cudnn.benchmark = options.cudnn_benchmark
-        play.FAR, play.FAR_EVEN, play.FAR_ANNEALED = SHARES
+        half.FAR, half.FAR_EVEN, half.FAR_ANNEALED = SHARES
         with preparing(devices=(DEVICE,), compile_after=options.compile_after, graphs=options.graphs):
             for result in PARTS[part](options.data, options):
                 seconds = time.monotonic() - began

@@ -185,7 +185,7 @@ class Paced:
 
 
 def test_a_mixed_run_goes_from_half_to_prepared_and_is_verified_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["gatecrash.play"], "ROUGH", 1e9)
+    monkeypatch.setattr(sys.modules["gatecrash.half"], "ROUGH", 1e9)
     objective = Paced(trembling=0.3)
     found = search(objective, images(), Linf(0.2), stepper=Apgd(), steps=20, precision="mixed", record=True)
     doubted = ["half"] * 10 + ["prepared"] + ["half"] * 4

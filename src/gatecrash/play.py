@@ -12,35 +12,13 @@ from torch import Tensor
 
 from gatecrash.ball import Ball, distance
 from gatecrash.found import Trajectory
-from gatecrash.glance import Glance
+from gatecrash.half import Half, rough, some_of
 from gatecrash.kept import Kept
 from gatecrash.objective import name_of
 from gatecrash.portions import Evaluation, Portions
 from gatecrash.progress import Bar
 from gatecrash.protocols import Objective, State, Stepper, Walk
 from gatecrash.speed import Pace, at_pace, current_pace, full_float32
-from gatecrash.stepper import Adamax, Normalised, Sign
-
-FAR, FAR_EVEN, FAR_ANNEALED = 0.7, 0.9, 0.97
-"""The share of a mixed run, at its beginning, that is evaluated in half precision at most. Steps that are all alike get
-nowhere finer at its end, and Adamax's need little of an end in float32: theirs are the second and the third."""
-
-DOUBTS = (0.5, 0.75)
-"""Where in a mixed run a few samples are evaluated in float32 too, to see whether half precision is still of use."""
-
-LATER = 4
-"""The steps after which it is read whether the first one had gradients in half precision: by then the device has told,
-and has the other three still to do."""
-
-FEW = 24
-"""So many of them, drawn anew every time: too few for code to be compiled for."""
-
-ROUGH = 0.02
-"""How far apart the two values may be, as a share of them: from there on rounding is what leads the search."""
-
-SOME = 1 / 8
-"""The share of those samples that may be so far apart: few, since some may be almost there and others far off. As large
-a share of all may have no gradient."""
 
 
 @dataclass(frozen=True)
@@ -60,25 +38,6 @@ class Settings:
     look_every: int
     portions: Portions
     measure: bool = True
-
-    @property
-    def far(self) -> int:
-        """The steps of a run that are evaluated in half precision at most."""
-        if not self.half:
-            return 0
-        even = isinstance(self.stepper, Sign | Normalised) and self.stepper.schedule == "constant"
-        share = FAR_ANNEALED if isinstance(self.stepper, Adamax) else FAR_EVEN if even else FAR
-        return int(share * self.steps)
-
-    @property
-    def doubts(self) -> set[int]:
-        """The steps before which half precision is doubted."""
-        return {int(share * self.steps) for share in DOUBTS} - {0} if self.half else set()
-
-    @property
-    def later(self) -> int:
-        """The step before which it is read whether the first one had gradients; the next one in a short run."""
-        return LATER if self.steps > 10 * LATER else 1
 
 
 @dataclass
@@ -178,8 +137,7 @@ def run_from(
     if left is not None:
         project = settings.ball.projection(play.centre)
     state: State = {}
-    far, doubts, later = settings.far, settings.doubts, settings.later
-    vanished, glance = start.new_zeros(()), Glance(torch.zeros(()))
+    half = Half(settings.stepper, settings.steps, really=settings.half)
     drawn: dict[int, Tensor] = {}  # the generator's state before the numbers of every step since the last look
 
     def draw(kind: Callable[..., Tensor]) -> Tensor:
@@ -191,7 +149,7 @@ def run_from(
     normal, uniform = partial(draw, torch.randn), partial(draw, torch.rand)
 
     def pace() -> Pace:
-        return "plain" if not settings.mixed else "half" if step < far else "prepared"
+        return "plain" if not settings.mixed else "half" if step < half.end else "prepared"
 
     def try_out(points: Tensor) -> Tensor:
         play.evaluations += play.count
@@ -203,11 +161,8 @@ def run_from(
             play.take(x, play.value, settings.keep)
             bar.advance()
             break
-        if 0 < step < far and step in doubts:
-            far = step if bool(torch.maximum(vanished, _roughness(settings, play, step)) > SOME) else far
-        elif 0 < step < far and step == later:
-            far = step if glance.read() > SOME else far
-        if 0 < step == far:
+        half.review(step, partial(_roughness, settings, play, step))
+        if 0 < step == half.end:
             _restate(play, state, try_out(play.x))
         with_gradient = settings.stepper.needs_gradient and not last
         value, gradient = evaluate(settings, x, play.rows, pace(), with_gradient)
@@ -216,9 +171,8 @@ def run_from(
             held.start_value = value
         play.evaluations += play.count
         play.take(x, value, settings.keep)
-        if step < far and gradient is not None and (step == 0 or step + 1 in doubts):
-            vanished = _vanishing(gradient)
-            glance = Glance(vanished) if step == 0 else glance
+        if gradient is not None:
+            half.note(step, gradient)
         if held.trajectory is not None:
             _record(held.trajectory, step, play)
         bar.advance()
@@ -312,25 +266,12 @@ def _going(settings: Settings, play: Play, limit: Tensor, start_value: Tensor) -
     return going
 
 
-def _vanishing(gradient: Tensor) -> Tensor:
-    """The share of samples that have no gradient in half precision, as of a saturated softmax, ().
-
-    They would stand still, and since their values do too, `_roughness` sees nothing of it.
-    """
-    return (gradient.flatten(1) == 0).all(dim=1).to(gradient.dtype).mean()
-
-
 def _roughness(settings: Settings, play: Play, step: int) -> Tensor:
-    """The share of samples whose values half precision is too rough for, by a look at some, ().
-
-    They are drawn by numbers of their own, since the samples may be in an order that an even spread would miss.
-    """
-    own = torch.Generator().manual_seed(step)
-    few = torch.randperm(len(play.rows), generator=own)[:FEW].to(play.rows.device, non_blocking=True)
+    """The share of samples whose values half precision is too rough for, by a look at some, ()."""
+    few = some_of(len(play.rows), step).to(play.rows.device, non_blocking=True)
     value, _ = evaluate(settings, play.x[few], play.rows[few], "prepared")
     play.evaluations = play.evaluations + torch.zeros_like(play.rows).index_fill(0, few, 1)
-    near = (value - play.value[few]).abs() <= ROUGH * value.abs()
-    return (~near).to(value.dtype).mean()
+    return rough(value, play.value[few])
 
 
 def _restate(play: Play, state: State, value: Tensor) -> None:

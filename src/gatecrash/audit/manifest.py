@@ -14,7 +14,7 @@ import torch
 from gatecrash.audit.plan import AttackPlan, SearchPrecision
 from gatecrash.audit.steps import is_long, is_wide
 from gatecrash.data import ImageSet, fingerprint
-from gatecrash.play import FAR_ANNEALED
+from gatecrash.half import FAR_ANNEALED
 
 LIBRARIES = ("gatecrash", "torch", "torchvision", "timm", "numpy", "scikit-learn", "safetensors")
 
