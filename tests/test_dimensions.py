@@ -162,6 +162,15 @@ class Pair(nn.Module):
         return first + second
 
 
+def test_torchscript_is_refused() -> None:
+    network = nn.Sequential(nn.Conv2d(3, 2, 3), nn.Flatten())
+    for model in (torch.jit.script(network), nn.Sequential(torch.jit.script(network), nn.Linear(72, 2))):
+        with pytest.raises(ValueError, match="is TorchScript, whose layers cannot be looked into"):
+            dimension_table(model, (3, 8, 8))
+    with pytest.raises(ValueError, match="is TorchScript, whose layers cannot be looked into"):
+        Encoder(torch.jit.script(network), layer="0")
+
+
 def test_a_shape_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match=r"input_shape must be \(C, H, W\), got \(7, 7\)"):
         dimension_table(Twice(), (7, 7))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from gatecrash.encoder import Encoder, as_encoder, first_tensor
 from gatecrash.errors import first_line
 from gatecrash.protocols import Latent, leaves
+from gatecrash.taps import require_python
 
 PIXEL_BITS = 8
 """What a pixel of an image can hold."""
@@ -77,6 +78,7 @@ def dimension_table(model: nn.Module, input_shape: Sequence[int]) -> list[LayerD
         ValueError: the shape is not (C, H, W), or the network does not take it.
     """
     encoder = as_encoder(model)
+    require_python(encoder.model)
     image = _image(encoder, input_shape)
     table: list[LayerDimensions] = []
     pixels = {image.untyped_storage().data_ptr(): image}

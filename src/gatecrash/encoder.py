@@ -19,7 +19,7 @@ from gatecrash.layout import laid_out_for
 from gatecrash.protocols import Latent
 from gatecrash.speed import is_laid_out
 from gatecrash.taps import evaluating as evaluating
-from gatecrash.taps import every_module
+from gatecrash.taps import every_module, require_python
 from gatecrash.taps import first_tensor as first_tensor
 from gatecrash.taps import recording as recording
 
@@ -216,6 +216,7 @@ class Encoder(nn.Module):
         for name in wanted:
             if name not in known or not name:
                 raise ValueError(no_such_layer(name, [key for key in known if key], type(self.model).__name__))
+        require_python(*(known[name] for name in wanted))
         return {name: known[name] for name in wanted}
 
     def _output_of(self, name: str, outputs: dict[str, Tensor]) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -36,6 +37,16 @@ def every_module(model: nn.Module) -> Iterator[nn.Module]:
         if module is not None:
             yield module
             waiting.extend(reversed(module._modules.values()))
+
+
+def require_python(*modules: nn.Module) -> None:
+    """Raises a ValueError for what is or holds TorchScript, which takes no hooks."""
+    for module in modules:
+        if any(isinstance(part, torch.jit.ScriptModule) for part in every_module(module)):
+            raise ValueError(
+                f"{type(module).__name__} is TorchScript, whose layers cannot be looked into; give the network as it "
+                "was before torch.jit"
+            )
 
 
 @contextmanager

@@ -186,6 +186,10 @@ def test_bad_input_is_refused() -> None:
     score, x = linear(), images(4, 0)
     with pytest.raises(ValueError, match="direction must be 'in', 'out' or 'both', got 'up'"):
         perturbation_curve(score, x, x, direction="up")
+    with pytest.raises(ValueError, match="batch_size must be a whole number of at least 1, got -3"):
+        perturbation_curve(score, x, x, batch_size=-3)
+    with pytest.raises(ValueError, match=r"clean scores must be one per image, \(B,\), got shape \(4,"):
+        curve_of(x, x, norm="l2")
     with pytest.raises(ValueError, match="norm must be 'l2' or 'linf', got 'l1'"):
         perturbation_curve(score, x, x, norm="l1")
     with pytest.raises(ValueError, match="a norm must not be negative, got -1"):

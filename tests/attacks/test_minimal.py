@@ -107,8 +107,33 @@ def test_images_across_the_threshold_stay_where_they_are() -> None:
     assert torch.equal(out.distance == 0, clean <= middle)  # predict accepts a score at the threshold
     assert torch.equal(inside.distance == 0, clean > middle)
     assert torch.equal(out.x[clean <= middle], x[clean <= middle])
-    assert (out.evaluations[clean <= middle] == 1).all()
+    assert (out.evaluations[clean <= middle] == 3).all()  # two of them to see whether scores are drawn
     assert inside.success.all() and (score(inside.x) > middle).all()
+
+
+class Trembling(LinearScore):
+    """The same, and another number at every look."""
+
+    def __init__(self, weights: Tensor) -> None:
+        super().__init__(weights)
+        self.source = torch.Generator().manual_seed(0)
+
+    def judge(self, z: Tensor) -> Tensor:
+        score = super().judge(z)
+        return score + 0.1 * torch.randn(score.shape, generator=self.source).to(score)
+
+
+@pytest.mark.parametrize("side", ["out", "in"])
+def test_a_trembling_score_is_across_when_its_mean_is(side: str) -> None:
+    """By luck a draw crosses long before that, so a search that is content with one ends at half the distance."""
+    plain, trembling, x = linear(), Trembling(linear().weights), images(8, 0.3, 0.7)
+    clean = plain(x)
+    threshold = float(clean.min() - 0.5) if side == "out" else float(clean.max() + 0.5)
+    found = minimal(trembling, x, "l2", threshold, side=side)  # type: ignore[arg-type]
+    exact = minimal(plain, x, "l2", threshold, side=side).distance  # type: ignore[arg-type]
+    across = plain(found.x) <= threshold if side == "out" else plain(found.x) > threshold
+    assert across.all()
+    assert (found.distance >= 0.999 * exact).all() and (found.distance <= 1.5 * exact).all()
 
 
 class Ring:

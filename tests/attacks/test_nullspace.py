@@ -16,6 +16,7 @@ from gatecrash import L2, Encoder, Linf
 from gatecrash.attacks import ATTACKS
 from gatecrash.attacks.nullspace import linear_matrix, null_space, nullspace, row_space
 from gatecrash.attacks.region import Region
+from gatecrash.detectors import MSP
 from gatecrash.networks.resnet_cifar import ResNetCifar
 
 
@@ -411,8 +412,31 @@ def test_a_latent_that_depends_on_the_rest_of_the_batch_is_refused() -> None:
         nullspace(network, images(), L2(1.0))
 
 
+class Bounded(nn.Module):
+    """Affine until a value comes to ±30, which those of images do not."""
+
+    def forward(self, z: Tensor) -> Tensor:
+        return z.clamp(-30, 30)
+
+
+@pytest.mark.parametrize(
+    ("eps", "message"), [(2000.0, "layer '2' .Bounded. is not affine"), (150.0, "bends on the way")]
+)
+def test_a_bend_far_from_the_images_is_not_walked_past(eps: float, message: str) -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Flatten(), nn.Linear(108, 40), Bounded(), nn.Linear(40, 10))
+    near = nullspace(network, images(), L2(5.0, box=None))
+    assert near.success.all() and near.value.max() < 1e-12
+    with pytest.raises(ValueError, match=message):
+        nullspace(network, images(), L2(eps, box=None))
+
+
 def test_bad_input_is_refused() -> None:
     layer, x = nn.Linear(108, 12), images()
+    with pytest.raises(ValueError, match="not a detector: give MSP's encoder"):
+        nullspace(MSP(layer), x, L2(1.0))
+    with pytest.raises(ValueError, match="is TorchScript, whose layers cannot be looked into"):
+        nullspace(torch.jit.script(nn.Sequential(nn.Flatten(), layer)), x, L2(1.0))
     with pytest.raises(ValueError, match=r"images must lie in \[0, 1\]"):
         nullspace(layer, x * 255, L2(1.0))
     with pytest.raises(ValueError, match=r"images must be in \[0.2, 0.8\]"):

@@ -97,6 +97,9 @@ def test_a_detectors_judge_serves_and_misjudged_features_are_admitted() -> None:
 def test_bad_input_is_refused() -> None:
     with pytest.raises(ValueError, match="pull must not be negative, got -1"):
         purify(gaussian, features(), pull=-1.0)
+    for step in ("a", 0.0, float("inf")):
+        with pytest.raises(ValueError, match="step must be a number above 0, got"):
+            purify(gaussian, features(), step=step)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="pull must be a number, got 'a'"):
         purify(gaussian, features(), pull="a")
     with pytest.raises(TypeError, match="judge must be a function of features, such as a detector's judge, got 3"):

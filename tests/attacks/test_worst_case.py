@@ -1,5 +1,8 @@
 """The suite against a plain PGD written here, and what it reports."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -20,6 +23,7 @@ from gatecrash.detectors import (
     Mahalanobis,
     ScoreEnsemble,
 )
+from gatecrash.found import Found
 from gatecrash.objective import LowerScore
 from gatecrash.search import search
 from gatecrash.speed import at_pace, current_pace
@@ -40,7 +44,8 @@ def test_the_suite_is_weaker_than_plain_pgd_on_no_more_than_two_percent_of_the_s
     assert weaker_than_plain_pgd(name, ball, blank(30), squares(30, seed=5)[0]) <= 0.02
 
 
-def test_evaluations_are_reported_per_attack_and_add_up() -> None:
+@pytest.mark.parametrize("eight_bit", [False, True])
+def test_evaluations_are_reported_per_attack_and_add_up(eight_bit: bool) -> None:
     calls = 0
 
     class Counting(MSP):
@@ -51,8 +56,8 @@ def test_evaluations_are_reported_per_attack_and_add_up() -> None:
 
     detector = Counting(logits())
     images = blank(6)
-    found = worst_case(detector, images, Linf(0.05), "out", "quick", others=squares(6)[0])
-    assert set(found.spent) == {
+    found = worst_case(detector, images, Linf(0.05), "out", "quick", others=squares(6)[0], eight_bit=eight_bit)
+    assert set(found.spent) - {"rounding"} == {
         "start",
         "targets",
         "score",
@@ -66,6 +71,7 @@ def test_evaluations_are_reported_per_attack_and_add_up() -> None:
         "mean gradients from the best",
         "falling steps from the best",
     }
+    assert found.spent.get("rounding", 0) == (12 if eight_bit else 0)
     assert sum(found.spent.values()) == calls
     assert int(found.evaluations.sum()) == calls - found.spent["targets"]
     assert len(found.winner) == 6
@@ -208,6 +214,12 @@ def test_bad_options_are_refused() -> None:
         worst_case(detector, blank(2), Linf(0.1), "both")
     with pytest.raises(TypeError, match=r"detector must be a detector, such as .*, got 'msp'"):
         worst_case("msp", blank(2), Linf(0.1), "out")
+    with pytest.raises(TypeError, match=r"such as MSP\(network\), got its class"):
+        worst_case(MSP, blank(2), Linf(0.1), "out")
+    with pytest.raises(TypeError, match=r"such as MSP\(network\), got Linear$"):
+        worst_case(torch.nn.Linear(3, 2), blank(2), Linf(0.1), "out")
+    with pytest.raises(ValueError, match=r"an ensemble is made of detectors, such as MSP.*, got a Linear"):
+        ScoreEnsemble([torch.nn.Linear(3, 2)])
     with pytest.raises(ValueError, match="budget must be one of quick, standard, thorough, got 'huge'"):
         worst_case(detector, blank(2), Linf(0.1), "out", "huge")
     for ball in (None, 0.1):
@@ -243,11 +255,28 @@ def test_scores_of_two_paces_are_never_compared_and_what_is_kept_is_the_detector
     start, rows = torch.full((2, 1, 2, 2), 0.5), torch.arange(2)
     ranked = Ranked(Drifting(None), 1.0, lambda z, at: z.flatten(1).sum(dim=1), start)
     ranked(start, rows)
-    assert ranked.verified(None).tolist() == [2.0, 2.0] and not ranked.rough
+    assert ranked.value.tolist() == [2.0, 2.0] and not ranked.rough
     with at_pace("half"):
         ranked(start + 0.1, rows)  # worse at the same pace, though its number is smaller
         ranked(start - 0.1, rows)
     with at_pace("prepared"):
         ranked(start[:1] - 0.2, rows[:1])
-    assert ranked.verified(None).tolist() == pytest.approx([1.2, 1.6])
+    assert ranked.rough and ranked.value.tolist() == pytest.approx([0.2, 1.6 - 100.0])
     assert torch.equal(ranked.x, torch.cat([start[:1] - 0.2, start[1:] - 0.1]))
+
+
+@pytest.mark.parametrize("side", ["out", "in"])
+def test_what_is_reported_is_the_detectors_score_whatever_a_search_claims(
+    side: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a score jumps, the layout or precision that a search computes in may be on the other side."""
+
+    def claiming(*args: Any, **options: Any) -> Found:
+        found = search(*args, **options)
+        return replace(found, value=found.value - 1.0)
+
+    detector = MSP(logits())
+    monkeypatch.setattr("gatecrash.attacks.suite.search", claiming)
+    found = worst_case(detector, blank(6), Linf(0.05), side, "quick", others=squares(6)[0])  # type: ignore[arg-type]
+    assert torch.allclose(found.score, detector.scores(found.x), atol=1e-6)
+    assert (found.value < found.start_value).all()

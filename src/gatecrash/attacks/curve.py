@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from gatecrash.attacks.options import check_counts
 from gatecrash.attacks.score import admit, evict, require_fitted, scores
 from gatecrash.ball import Linf, check_norm
 from gatecrash.found import Found
@@ -42,6 +43,8 @@ class Path:
             ValueError: the attack was not recorded, did not start at the images, or moved something else than a score.
         """
         if isinstance(images, Tensor):
+            if images.ndim != 1:
+                raise ValueError(f"clean scores must be one per image, (B,), got shape {tuple(images.shape)}")
             far = torch.stack([torch.zeros_like(images), torch.full_like(images, math.inf)])
             return cls(images.repeat(2, 1), far)
         if images.trajectory is None or images.score is None:
@@ -146,6 +149,7 @@ def perturbation_curve(
     """
     require_fitted(detector)
     _check_rows(norm, at)
+    check_counts(steps=steps, batch_size=batch_size)
     if direction not in ("in", "out", "both"):
         raise ValueError(f"direction must be 'in', 'out' or 'both', got {direction!r}")
     check_images(inliers, "inliers")

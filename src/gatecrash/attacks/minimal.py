@@ -11,15 +11,17 @@ import torch
 from torch import Tensor
 
 from gatecrash.attacks.averaged import Averaged
+from gatecrash.attacks.draws import FEW, drawn, draws_of
 from gatecrash.attacks.leaps import Flips, Leaps
 from gatecrash.attacks.options import check_counts, check_side
 from gatecrash.attacks.radii import Radii
 from gatecrash.attacks.score import require_fitted
 from gatecrash.ball import BALLS, Ball
+from gatecrash.found import Found
 from gatecrash.images import check_images
 from gatecrash.metrics import threshold_at_tpr
 from gatecrash.objective import LowerScore, RaiseScore
-from gatecrash.protocols import Detector, Objective, State, Stepper, Walk
+from gatecrash.protocols import Detector, State, Stepper, Walk
 from gatecrash.search import check_level, generator_for, search
 from gatecrash.stepper import Apgd, choose
 
@@ -31,6 +33,9 @@ SURE = 0.97
 
 OTHERS: tuple[Stepper, ...] = (Averaged(0.1, 0.01), Apgd(), Averaged(), Apgd(), Averaged(0.05, 0.05, memory=0), Apgd())
 """The attacks that doubt an answer, from the image itself at first, then from random points."""
+
+CLEAR = 4.0
+"""By how many standard errors a randomised detector's mean score must be across."""
 
 LEAPS, FLIPS = 30, 50
 """The steps of a search by leaps with gradients, and of one without."""
@@ -85,6 +90,9 @@ def minimal(
     best of their points. Where one of them crosses the bisection goes on from there, with leaps where it took
     them. The distances are of points that were found, so upper bounds of the smallest ones.
 
+    A randomised detector crosses by luck sooner or later. So what a search found is evaluated anew, several times, and
+    is across where the mean of these is, by four times its standard error.
+
     Args:
         detector: any detector, fitted; its exact score is attacked.
         images: (B, C, H, W) in [0, 1].
@@ -108,12 +116,32 @@ def minimal(
     check_level("threshold", threshold)
     limit = torch.as_tensor(threshold, dtype=images.dtype, device=images.device)
     above = torch.nextafter(limit, torch.full_like(limit, torch.inf))
-    objective, stop = (LowerScore(detector), limit) if side == "out" else (RaiseScore(detector), -above)
-    hunts = [
-        _Hunt(objective, part, BALLS[norm], stop, steps) for part in images.detach().split(batch_size or len(images))
-    ]
+    aim = _Aim(LowerScore(detector), 1.0, limit) if side == "out" else _Aim(RaiseScore(detector), -1.0, -above)
+    aim = replace(aim, draws=draws_of(detector, images, batch_size))
+    hunts = [_Hunt(aim, part, BALLS[norm], steps) for part in images.detach().split(batch_size or len(images))]
     parts = [hunt.run(rounds, tolerance) for hunt in hunts]
-    return Minimal(*(torch.cat([getattr(part, name) for part in parts]) for name in vars(parts[0])))
+    found = Minimal(*(torch.cat([getattr(part, name) for part in parts]) for name in vars(parts[0])))
+    found.evaluations[:FEW] += 2  # by which it was seen whether scores are drawn
+    return found
+
+
+@dataclass(frozen=True)
+class _Aim:
+    """What is made small, minus the score where `sign` is −1, and the value from which on a sample is across."""
+
+    objective: LowerScore | RaiseScore
+    sign: float
+    stop: Tensor
+    draws: int = 1
+    """How many draws of a score decide whether it is."""
+
+    def drawn_anew(self, found: Found) -> Found:
+        """The same with what a randomised score is at least, whatever draws the search was lucky with."""
+        value = self.sign * drawn(self.objective.detector, found.x, self.draws, None)
+        spread = value.std(dim=0)
+        spread = torch.maximum(spread, spread.mean())  # that of few draws is too small now and then
+        value = value.mean(dim=0) + CLEAR * spread / self.draws**0.5
+        return replace(found, value=value, success=value <= self.stop, evaluations=found.evaluations + self.draws)
 
 
 class _Hunt:
@@ -123,8 +151,8 @@ class _Hunt:
     in which `best_value` was found. A sample is `rugged` when it took leaps to find an answer wrong.
     """
 
-    def __init__(self, objective: Objective, start: Tensor, kind: type[Ball], stop: Tensor, steps: int) -> None:
-        self.objective, self.start, self.kind, self.stop, self.steps = objective, start, kind, stop, steps
+    def __init__(self, aim: _Aim, start: Tensor, kind: type[Ball], steps: int) -> None:
+        self.aim, self.start, self.kind, self.steps = aim, start, kind, steps
         self.measure = kind(1.0)
         self.farthest = self.measure.distance(start, (start < 0.5).to(start))
         self.box = kind(float(self.farthest.max()))
@@ -190,15 +218,16 @@ class _Hunt:
         if len(rows) == 0:
             return rows
         found = search(
-            self.objective,
+            self.aim.objective,
             self.start[rows],
             self.box,
             stepper=Within(stepper, self.kind, radius[rows], point[rows]),
             steps=steps + 1,
-            stop=self.stop,
+            stop=self.aim.stop if self.aim.draws == 1 else None,  # else luck would end it
             generator=self.luck,
             precision="float32",  # the balls may be smaller than what half precision tells apart
         )
+        found = found if self.aim.draws == 1 else self.aim.drawn_anew(found)
         self.evaluations[rows] += found.evaluations
         better = found.value < self.best_value[rows]
         self.best[rows] = choose(better, found.x, self.best[rows])

@@ -11,7 +11,14 @@ import scipy.linalg
 import torch
 from torch import Tensor, nn
 
-from gatecrash.attacks.region import ENTRIES, Region, check_entries, latent_of, require_piecewise_linear
+from gatecrash.attacks.region import (
+    ENTRIES,
+    Region,
+    check_entries,
+    latent_of,
+    require_affine_until,
+    require_piecewise_linear,
+)
 from gatecrash.attacks.registry import register
 from gatecrash.ball import L2, Ball, Linf
 from gatecrash.encoder import Encoder
@@ -20,6 +27,7 @@ from gatecrash.images import check_form, check_images
 from gatecrash.metrics import mape
 from gatecrash.progress import progress
 from gatecrash.search import check_counts, generator_for
+from gatecrash.taps import require_python
 
 _TOUCH = 1e-6
 """The share of the way to a kink that is left, so that rounding cannot cross it."""
@@ -99,7 +107,7 @@ def nullspace(
         for index, x in enumerate(start.split(1)):
             region = Region(exact, x)
             if index == 0:
-                require_piecewise_linear(region)
+                require_piecewise_linear(region, ball.eps if isinstance(ball, Linf) else ball.eps / x.numel() ** 0.5)
             seen = row_space(region.jacobian()) if rows is None else rows
             if len(seen) == x.numel():
                 raise ValueError(_no_null_space(x.numel(), region.latent_size, index))
@@ -108,6 +116,7 @@ def nullspace(
                 ways.append(_walk(region, seen, ball, steps, source))
                 bar.advance()
             way = max(ways, key=lambda way: float((way.x - x).norm()))
+            require_affine_until(region, way.x)
             found.append(_measured(network, region, way, ball, x.numel() - len(seen)))
     return _joined(found)
 
@@ -336,6 +345,9 @@ def _reading(network: nn.Module, images: Tensor) -> nn.Module:
     """The network as it reads these samples: a linear layer flattened images, any other network behind an `Encoder`."""
     if not isinstance(network, nn.Module):
         raise ValueError(f"network must be a torch.nn.Module, got {type(network).__name__}")
+    if hasattr(network, "judge"):
+        raise ValueError(f"network must be one with a latent, not a detector: give {type(network).__name__}'s encoder")
+    require_python(network)
     shape = images.shape[1:]
     if isinstance(network, nn.Conv2d) and shape[0] != network.in_channels:
         raise ValueError(f"the convolution takes images of {network.in_channels} channels, got shape {tuple(shape)}")

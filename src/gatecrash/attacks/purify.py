@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import inf
 from numbers import Real
 from typing import Unpack
 
@@ -49,12 +50,15 @@ def purify(
         What was found; `found.score` is the score of the purified features.
 
     Raises:
-        ValueError: `pull` is negative, the ball has a box, or the features are not floats or none.
+        ValueError: `step` is not above 0, `pull` is negative, the ball has a box, or the features are not floats or
+            none.
     """
     if not callable(judge):
         raise TypeError(f"judge must be a function of features, such as a detector's judge, got {judge!r}")
     if not isinstance(pull, Real):
         raise ValueError(f"pull must be a number, got {pull!r}")
+    if not (isinstance(step, Real) and 0 < step < inf):
+        raise ValueError(f"step must be a number above 0, got {step!r}")
     if not pull >= 0:
         raise ValueError(f"pull must not be negative, got {pull:g}")
     if ball is not None:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gatecrash.attacks.score import scores
 from gatecrash.protocols import Detector, Latent
 from gatecrash.speed import Pace, current_pace
 from gatecrash.stepper import choose
@@ -28,6 +27,7 @@ class Ranked:
         self.value = torch.full((len(start),), torch.inf, dtype=start.dtype, device=start.device)
         self.pace: Pace = "plain"
         self.rough = False
+        """Whether `value` is of a pace in which a network is another, if only by rounding."""
 
     def __call__(self, x: Tensor, rows: Tensor) -> Tensor:
         """The followed value, (B,)."""
@@ -46,7 +46,3 @@ class Ranked:
         with torch.no_grad():
             score = (self.sign * self.detector.judge(self.detector.encode(self.x[rows]))).to(self.value.dtype)
         self.value[rows] = torch.where(self.value[rows].isinf(), self.value[rows], score)
-
-    def verified(self, batch_size: int | None) -> Tensor:
-        """The best scores as the detector itself gives them, (B,)."""
-        return self.sign * scores(self.detector, self.x, batch_size) if self.rough else self.value

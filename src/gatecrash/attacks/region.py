@@ -202,26 +202,47 @@ class Region:
         return torch.cat(rows).flatten(1)
 
 
-def require_piecewise_linear(region: Region) -> None:
+def require_piecewise_linear(region: Region, reach: float) -> None:
     """Raises a ValueError that names the first module which is not affine even with ReLUs and max-pools held.
 
     An affine map sends the middle of two points to the middle of their images; here the points are far from the image,
-    to several sides and to the opposite ones, so that every bend lies on the way to one of them.
+    to several sides and to the opposite ones, so that every bend lies on the way to one of them. Where all
+    pixels may go further, to a `reach`, that far too.
     """
     generator, shape = torch.Generator().manual_seed(0), (_SIDES, *region.x.shape[1:])
-    far = 10 * torch.randn(shape, generator=generator, dtype=region.x.dtype).to(region.x.device)
-    points = region.x + torch.cat([torch.zeros_like(region.x), far, -far, far / 2, -far / 2])
+    sides = torch.randn(shape, generator=generator, dtype=region.x.dtype).to(region.x.device)
     model = region.network.model if isinstance(region.network, Encoder) else region.network
-    with torch.no_grad(), _watching(model, _bent):
-        z, _ = region(points)
-    if _bent(z):
-        raise ValueError(_not_affine("", model))
+    for distance in sorted({10.0, max(10.0, reach)}, reverse=True):
+        far = distance * sides
+        points = region.x + torch.cat([torch.zeros_like(region.x), far, -far, far / 2, -far / 2])
+        with torch.no_grad(), _watching(model, _bent):
+            z, _ = region(points)
+        if _bent(z):
+            raise ValueError(_not_affine("", model))
     with torch.no_grad():
         alone, _ = region(region.x)
     if float((alone - z[:1]).abs().max()) > 1e-9 * float(z.abs().max()):
         raise ValueError(
             "the latent of one image depends on the others in its batch, so it has no linear region of its own; is "
             "there a batch norm without running statistics?"
+        )
+
+
+def require_affine_until(region: Region, x: Tensor) -> None:
+    """Raises a ValueError where a way in a null space has left it: there is a bend that no look at a few points told.
+
+    The latent may differ by what float64 rounds of latents as far off as this in other directions.
+    """
+    moved = x - region.x
+    aside = moved.flatten().flip(0).view_as(moved)
+    with torch.no_grad():
+        z, _ = region(torch.cat([region.x, x, region.x + aside, region.x - aside]))
+    error, scale = float((z[1] - z[0]).abs().max()), float(z.abs().max())
+    if not error <= 1e-9 * scale:
+        model = region.network.model if isinstance(region.network, Encoder) else region.network
+        raise ValueError(
+            f"{type(model).__name__} bends on the way: {float(moved.norm()):.4g} from the image its latent is another "
+            f"by {error:.3g}; take a smaller ball, or collide, which needs gradients only"
         )
 
 

@@ -66,6 +66,7 @@ def in_8bit(
         success = rounded.value < limit if stop is None else rounded.value <= limit
         success = success & rounded.inside
         told = vars(rung) | {"x": rounded.x, "value": rounded.value, "success": success, "lower_rungs": ()}
+        told["evaluations"] = rung.evaluations + 2  # of the rounded image, and of the image before
         return RoundedFound(**told, rounding=rounded)
 
     rungs = tuple(of(rung, around) for rung, around in zip(found.rungs, ball.rungs, strict=True))

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Unpack
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gatecrash.attacks.options import check_ball
 from gatecrash.attacks.registry import register
@@ -18,6 +18,7 @@ from gatecrash.objective import LowerScore, RaiseScore, ScoreNear
 from gatecrash.portions import in_portions
 from gatecrash.protocols import Detector, Stepper
 from gatecrash.search import SearchOptions, search
+from gatecrash.speed import full_float32
 from gatecrash.stepper import Adamax, Apgd
 
 
@@ -119,15 +120,18 @@ def score_to(
 
 
 def scores(detector: Detector, x: Tensor, batch_size: int | None) -> Tensor:
-    """The scores of images batch by batch, (B,), without gradients."""
-    with torch.no_grad():
+    """The scores of images batch by batch, (B,), without gradients, as `detector.scores` computes them."""
+    with torch.no_grad(), full_float32():
         return torch.cat(in_portions(detector, x, batch_size))
 
 
 def require_fitted(detector: Detector) -> None:
     """Raises a TypeError for what is no detector, and a ValueError when it knows that it is not fitted."""
+    if isinstance(detector, type):
+        raise TypeError(f"detector must be a detector, such as {detector.__name__}(network), got its class")
     if not (hasattr(detector, "encode") and hasattr(detector, "judge")):
-        raise TypeError(f"detector must be a detector, such as MSP(network), got {detector!r}")
+        given = type(detector).__name__ if isinstance(detector, nn.Module) else repr(detector)
+        raise TypeError(f"detector must be a detector, such as MSP(network), got {given}")
     check = getattr(detector, "require_fitted", None)
     if check is not None:
         check()

@@ -12,15 +12,15 @@ from torch import Tensor
 
 from gatecrash.attacks.averaged import Averaged
 from gatecrash.attacks.classifier import stepper_for
+from gatecrash.attacks.draws import FEW, drawn, draws_of
 from gatecrash.attacks.latent import latents
 from gatecrash.attacks.ranked import Ranked
 from gatecrash.attacks.rounding import RoundedFound, to_8bit
-from gatecrash.attacks.score import scores
 from gatecrash.attacks.simpler import simpler
 from gatecrash.attacks.surrogates import SURROGATES, logits_read, unprocessed
 from gatecrash.ball import Ball
 from gatecrash.found import Found
-from gatecrash.objective import squared_difference
+from gatecrash.objective import LowerScore, RaiseScore, squared_difference
 from gatecrash.protocols import Detector, Latent, Objective, Stepper, as_vectors, rows_of
 from gatecrash.search import search
 from gatecrash.stepper import Adamax, Apgd, Square, choose
@@ -32,12 +32,6 @@ SHORT = 25
 
 HOP = 0.15
 """The share of the pixels that a hop draws anew."""
-
-FRESH = 8
-"""Evaluations that a randomised detector's score is the mean of."""
-
-FEW = 8
-"""Images that are scored twice to see whether that is the same."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +52,8 @@ class Budget:
     """Classes to aim at, and latents to collide with."""
     collision_steps: int
     square_steps: int
+    falling: int
+    """The steps of the last run, from the best point of all."""
 
 
 @dataclass(frozen=True)
@@ -87,11 +83,12 @@ class Suite:
         self.detector, self.images, self.ball = detector, images.detach(), ball
         self.budget, self.others = budget, others
         self.sign = 1.0 if side == "out" else -1.0
+        self.objective = LowerScore(detector) if side == "out" else RaiseScore(detector)
         self.generator, self.batch_size = generator, batch_size
         self.evaluations = torch.zeros(len(images), dtype=torch.long, device=images.device)
         self.spent: dict[str, int] = {}
         everyone = torch.arange(len(images), device=images.device)
-        self.passes = 1 if repeats_itself(detector, self.images[:FEW], batch_size) else FRESH
+        self.passes = draws_of(detector, self.images, batch_size)
         self._count("start", everyone[:FEW], 2)
         self.start = self._scored("start", everyone, self.images)
         self.stop = None if stop is None else (self.sign * torch.as_tensor(stop).to(self.start)).expand_as(self.start)
@@ -99,8 +96,8 @@ class Suite:
         self.winner = ["start"] * len(images)
         self.steps = torch.zeros_like(self.evaluations)
         with torch.no_grad():
-            example = logits_read(detector, detector.encode(self.images[:1]))
-        self._count("start", everyone[:1])
+            example = logits_read(detector, detector.encode(self.images[:2]))  # some networks take one for no batch
+        self._count("start", everyone[:2])
         self.classes = 0 if example is None else example.shape[1]
         self.reads_logits_only = getattr(getattr(detector, "card", None), "reads", None) in ("logits", "scores")
         # Where logits do not tell all, more starts look for what they leave out.
@@ -110,7 +107,7 @@ class Suite:
         """All attacks in turn, each on the samples that are left."""
         if warm is not None:
             rows = self._left()
-            self._take("warm start", rows, warm[rows], self._scored("warm start", rows, warm[rows]))
+            self._take("warm start", rows, warm[rows])
         for name, attack in self._attacks():
             rows = self._left()
             if len(rows):
@@ -137,6 +134,7 @@ class Suite:
     def rounded(self, found: WorstCase) -> WorstCase:
         """What was found in whole grey levels."""
         rounded = to_8bit(found.x, found.start, self.ball, lambda x, rows: self._scores(x), batch_size=self.batch_size)
+        self._count("rounding", torch.arange(len(found.x), device=found.x.device), 2 * self.passes)
         return replace(
             found,
             x=rounded.x,
@@ -161,6 +159,10 @@ class Suite:
         # Small steps from the image itself pass through places that large ones leap over, the smaller the more of them.
         small = 2 * budget.steps
         yield "small steps", partial(self._descend, stepper_for(self.ball, share=2.5 / small), small)
+        if budget.starts and not self.reads_logits_only:
+            # A score with many jumps has its best points here and there along the way.
+            even = stepper_for(self.ball, share=0.05)
+            yield "even steps", partial(self._descend, even, small, restarts=2 * budget.restarts, random_start=True)
         if budget.starts:
             # Steps that fall slowly, whatever the score does meanwhile, cross valleys that APGD settles in.
             falling = stepper_for(self.ball, share=0.25, schedule="linear")
@@ -187,13 +189,12 @@ class Suite:
         yield "score from the best", partial(self._polish, Apgd(step=eps / 4), budget.steps)
         yield "mean gradients from the best", partial(self._polish, Averaged(0.03, 0.0005), budget.steps)
         # Steps that fall whatever the score does meanwhile leave the kink that the others have come to rest at.
-        falling = stepper_for(self.ball, share=0.1, schedule="linear")
-        yield "falling steps from the best", partial(self._polish, falling, budget.steps)
+        falling = stepper_for(self.ball, share=0.08, schedule="cosine")
+        yield "falling steps from the best", partial(self._polish, falling, budget.falling)
 
     def _scores(self, x: Tensor) -> Tensor:
         """The detector's score of images, smaller is better for the attacker; of a randomised one a mean, (B,)."""
-        drawn = [scores(self.detector, x, self.batch_size) for _ in range(self.passes)]
-        return self.sign * torch.stack(drawn).mean(dim=0)
+        return self.sign * drawn(self.detector, x, self.passes, self.batch_size).mean(dim=0)
 
     def _scored(self, name: str, rows: Tensor, x: Tensor) -> Tensor:
         """The same, counted as work."""
@@ -214,9 +215,6 @@ class Suite:
         if self.stop is None:
             return torch.arange(len(self.images), device=self.images.device)
         return (self.value > self.stop).nonzero().flatten()
-
-    def _objective(self, x: Tensor, rows: Tensor) -> Tensor:
-        return self.sign * self.detector.judge(self.detector.encode(x))
 
     def _search(
         self,
@@ -248,10 +246,18 @@ class Suite:
         self._count(name, rows, found.evaluations)
         return found
 
-    def _take(self, name: str, rows: Tensor, x: Tensor, value: Tensor) -> None:
-        """Keep what is better than before."""
-        if self.passes > 1:
-            value = self._scored("fresh draws", rows, x)
+    def _take(self, name: str, rows: Tensor, x: Tensor, claimed: Tensor | None = None) -> None:
+        """Keep what is better than before, as the detector itself scores it.
+
+        What a search claims is its value in another layout or precision, or of one draw. Where a score jumps, as at a
+        kink where two classes tie, that may be far off; of many draws the best is the luckiest.
+        """
+        if claimed is not None and self.passes == 1:
+            likely = claimed < self.value[rows]
+            rows, x = rows[likely], x[likely]
+        if len(rows) == 0:
+            return
+        value = self._scored(name if self.passes == 1 else "fresh draws", rows, x)
         better = value < self.value[rows]
         self.x[rows] = choose(better, x, self.x[rows])
         self.value[rows] = torch.where(better, value, self.value[rows])
@@ -265,7 +271,7 @@ class Suite:
         found = self._search(
             name,
             rows,
-            self._objective,
+            self.objective,
             stepper,
             steps,
             restarts=restarts,
@@ -276,14 +282,14 @@ class Suite:
 
     def _polish(self, stepper: Stepper, steps: int, name: str, rows: Tensor) -> None:
         """The score itself, from the best point of all."""
-        found = self._search(name, rows, self._objective, stepper, steps, first=self.x[rows], own_stop=True)
+        found = self._search(name, rows, self.objective, stepper, steps, first=self.x[rows], own_stop=True)
         self._take(name, rows, found.x, found.value)
 
     def _simplify(self, simplify: Callable[[Tensor], Tensor], name: str, rows: Tensor) -> None:
         """The score itself, from a simpler version of every image; that version counts too."""
         start = self.ball.project(simplify(self.images[rows]), self.images[rows])
         stepper = Apgd(step=self.ball.eps / 4)
-        found = self._search(name, rows, self._objective, stepper, SHORT, first=start, own_stop=True)
+        found = self._search(name, rows, self.objective, stepper, SHORT, first=start, own_stop=True)
         self._take(name, rows, found.x, found.value)
 
     def _hop(self, name: str, rows: Tensor) -> None:
@@ -295,7 +301,7 @@ class Suite:
             if len(rows) == 0:
                 return
             found = self._search(
-                name, rows, self._objective, Apgd(step=self.ball.eps / 2), SHORT, first=start[rows], own_stop=True
+                name, rows, self.objective, Apgd(step=self.ball.eps / 2), SHORT, first=start[rows], own_stop=True
             )
             self._take(name, rows, found.x, found.value)
 
@@ -313,9 +319,7 @@ class Suite:
 
     def _rank(self, name: str, rows: Tensor, ranked: Ranked) -> None:
         """Keep the points that ranked best, where they are better than before."""
-        if ranked.rough:
-            self._count(name, rows)
-        self._take(name, rows, ranked.x, ranked.verified(self.batch_size))
+        self._take(name, rows, ranked.x, None if ranked.rough else ranked.value)
 
     def _aim(self, rank: int, name: str, rows: Tensor) -> None:
         """The logit of one class raised above the others, the class that the clean image ranks at this place."""
@@ -331,7 +335,7 @@ class Suite:
         self._rank(name, rows, ranked)
         if not self.reads_logits_only:
             # The score jumps where the predicted class changes, which its gradient does not see: climb on from there.
-            beyond = self._search(name, rows, self._objective, Apgd(), self.budget.steps, first=found.x, own_stop=True)
+            beyond = self._search(name, rows, self.objective, Apgd(), self.budget.steps, first=found.x, own_stop=True)
             self._take(name, rows, beyond.x, beyond.value)
 
     def _logits(self, z: Latent) -> Tensor:
@@ -349,7 +353,7 @@ class Suite:
             Apgd(),
             self.budget.steps,
         )
-        self._take(name, rows, found.x, self._scored(name, rows, found.x))
+        self._take(name, rows, found.x)
 
     def _collide(self, nearest: int, name: str, rows: Tensor) -> None:
         """A collision with the n-th nearest of the other side's latents that lie on the right side of the score."""
@@ -377,12 +381,6 @@ class Suite:
         with torch.no_grad():
             value = self.sign * torch.cat([self.detector.judge(rows_of(z, part)) for part in rows])
         return rows_of(z, value.argsort()[: max(1, len(value) // 2)])
-
-
-def repeats_itself(detector: Detector, images: Tensor, batch_size: int | None) -> bool:
-    """Whether images score the same twice, but for rounding."""
-    first, second = (scores(detector, images, batch_size) for _ in range(2))
-    return bool(((first - second).abs() <= 1e-5 * first.abs().mean()).all())
 
 
 def nearest_latents(own: Latent, theirs: Latent, nearest: int) -> Latent:

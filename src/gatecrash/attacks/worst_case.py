@@ -19,13 +19,40 @@ from gatecrash.search import check_level, generator_for
 
 BUDGETS = {
     "quick": Budget(
-        30, 1, starts=0, averaged=1, hops=0, surrogate_steps=20, targets=1, collision_steps=20, square_steps=50
+        steps=30,
+        restarts=1,
+        starts=0,
+        averaged=1,
+        hops=0,
+        surrogate_steps=20,
+        targets=1,
+        collision_steps=20,
+        square_steps=50,
+        falling=30,
     ),
     "standard": Budget(
-        100, 2, starts=12, averaged=6, hops=6, surrogate_steps=50, targets=3, collision_steps=50, square_steps=200
+        steps=100,
+        restarts=2,
+        starts=12,
+        averaged=6,
+        hops=6,
+        surrogate_steps=50,
+        targets=3,
+        collision_steps=50,
+        square_steps=200,
+        falling=400,
     ),
     "thorough": Budget(
-        200, 4, starts=24, averaged=12, hops=16, surrogate_steps=100, targets=9, collision_steps=100, square_steps=1000
+        steps=200,
+        restarts=4,
+        starts=24,
+        averaged=12,
+        hops=16,
+        surrogate_steps=100,
+        targets=9,
+        collision_steps=100,
+        square_steps=1000,
+        falling=800,
     ),
 }
 
@@ -47,13 +74,13 @@ def worst_case(
     """The strongest perturbation that a suite of attacks finds, per sample; there is nothing to tune.
 
     In turn: APGD on the score itself, in long runs and from many random points; steps along mean gradients, for scores
-    with kinks, plain small ones, and falling ones; where the detector's card says that the gradient is not exact, the
-    score from simpler versions of every image (few greys, blurred), moved into the ball; where it reads logits, APGD on
-    surrogates that do not saturate (log-odds, margin, spread of the logits) and towards each of the likeliest classes;
-    transfer from the score without preprocessing where it has one; collision with the nearest latents of `others`; a
-    gradient-free Square search; and the score once more from the best point of all: with some pixels drawn anew, with
-    halved steps, along mean gradients, with falling steps. Whatever an attack follows, its points are ranked by the
-    detector's own score.
+    with kinks, plain ones, small and, where the score is of more than logits, larger, and falling ones; where the
+    detector's card says that the gradient is not exact, the score from simpler versions of every image (few greys,
+    blurred), moved into the ball; where it reads logits, APGD on surrogates that do not saturate (log-odds, margin,
+    spread of the logits) and towards each of the likeliest classes; transfer from the score without preprocessing where
+    it has one; collision with the nearest latents of `others`; a gradient-free Square search; and the score once more
+    from the best point of all: with some pixels drawn anew, with halved steps, along mean gradients, with falling
+    steps. Whatever an attack follows, its points are ranked by the detector's own score.
 
     The best of many values of a randomised detector is the luckiest. What each attack found is therefore evaluated
     anew, several times, before it is compared, and once more before it is reported. Follow the mean of a detector's

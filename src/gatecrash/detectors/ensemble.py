@@ -28,6 +28,9 @@ class ScoreEnsemble(Detector):
     def __init__(self, members: Sequence[Detector]) -> None:
         if not members:
             raise ValueError("an ensemble needs at least one member")
+        wrong = next((member for member in members if not isinstance(member, Detector)), None)
+        if wrong is not None:
+            raise ValueError(f"an ensemble is made of detectors, such as MSP(network), got a {type(wrong).__name__}")
         super().__init__(None)
         self.members = nn.ModuleList(members)
         cards = [member.card for member in members]
