@@ -54,6 +54,12 @@ def test_match_latent_sums_squares_over_all_parts_and_picks_the_rows() -> None:
     torch.testing.assert_close(MatchLatent(encoder, target)(X, ROWS), torch.tensor(expected), rtol=1e-5, atol=1e-4)
 
 
+def test_a_part_of_the_latent_may_be_one_number_per_sample() -> None:
+    target = (torch.arange(6.0), (torch.zeros(6, 1),))
+    found = MatchLatent(lambda x: (x.sum(dim=(1, 2, 3)), (x[:, 0, 0, :1],)), target)(X, ROWS)
+    torch.testing.assert_close(found, (X.sum(dim=(1, 2, 3)) - ROWS).square() + X[:, 0, 0, 0].square())
+
+
 def test_scores_are_lowered_raised_and_brought_near() -> None:
     tau = X.flatten(1).sum(dim=1)
     torch.testing.assert_close(LowerScore(PixelSum())(X, ROWS), tau)

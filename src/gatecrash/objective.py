@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from gatecrash.protocols import Detector, Encoder, Latent, leaves, rows_of
+from gatecrash.protocols import Detector, Encoder, Latent, as_vector, leaves, rows_of
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Misclassify:
 def squared_difference(z: Latent, target: Latent) -> Tensor:
     """‖z − target‖² of every sample, over all parts of the latent, (B,)."""
     pairs = zip(leaves(z), leaves(target), strict=True)
-    return torch.stack([(part - goal).square().flatten(1).sum(dim=1) for part, goal in pairs]).sum(dim=0)
+    return torch.stack([as_vector((part - goal).square()).sum(dim=1) for part, goal in pairs]).sum(dim=0)
 
 
 def softmax_entropy(logits: Tensor) -> Tensor:

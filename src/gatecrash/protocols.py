@@ -121,7 +121,12 @@ def joined(parts: list[Latent]) -> Latent:
 
 def as_vectors(z: Latent) -> Tensor:
     """A latent as one vector per sample, (B, D)."""
-    return torch.cat([leaf.flatten(1) for leaf in leaves(z)], dim=1)
+    return torch.cat([as_vector(leaf) for leaf in leaves(z)], dim=1)
+
+
+def as_vector(leaf: Tensor) -> Tensor:
+    """A tensor of a latent as one vector per sample, (B, D); of one number per sample, (B,), it is (B, 1)."""
+    return leaf.flatten(1) if leaf.ndim > 1 else leaf.unsqueeze(1)
 
 
 def leaves(z: Latent) -> list[Tensor]:

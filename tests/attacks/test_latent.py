@@ -169,6 +169,17 @@ def test_several_layers_are_matched_together() -> None:
         torch.testing.assert_close(got, goal, rtol=0, atol=5e-3)
 
 
+def test_a_layer_may_give_one_number_per_image() -> None:
+    encoder = LinearEncoder()
+    start, target = pair()
+    found = collide(lambda x: (encoder(x), x.mean(dim=(1, 2, 3))), start, target, L2(2.5), steps=300)
+    assert found.mape is not None
+    assert float(found.mape.max()) < 1e-3
+    torch.testing.assert_close(found.x.mean(dim=(1, 2, 3)), target.mean(dim=(1, 2, 3)), rtol=0, atol=1e-3)
+    with pytest.raises(ValueError, match="NaN or infinity, first in batch 0"):
+        latents(lambda x: (x.mean(dim=(1, 2, 3)) / 0,), start, None)
+
+
 def test_a_ladder_has_a_mape_on_every_rung() -> None:
     encoder, (start, target) = LinearEncoder(), pair()
     found = collide(encoder, start, target, L2([0.2, 1.0, 3.0]), steps=60)

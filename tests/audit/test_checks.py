@@ -171,7 +171,7 @@ def quantised(detector: Detector | None = None) -> Evidence:
 
 SICK: list[tuple[str, set[str], Callable[[], Evidence], str]] = [
     ("gradient_flows", set(), lambda: evidence_for(HalfDetached()), "that finite differences in float64 contradict"),
-    ("gradient_flows", set(), lambda: evidence_for(HalfDetachedJumping()), "94% of 16 have one that finite differences in float64 contradict"),
+    ("gradient_flows", set(), lambda: evidence_for(HalfDetachedJumping()), "88% of 16 have one that finite differences in float64 contradict"),
     ("gradient_flows", set(), lambda: on_network(NaiveSoftmax), "one that rounding spoils (a saturated score)"),
     ("score_is_attacked", set(), lambda: evidence_for(DeployedOtherwise()), "deployed score is -1.000"),
     ("steps_suffice", set(), lambda: energy(steps=2, restarts=8), "4 steps instead of 2"),
@@ -181,6 +181,7 @@ SICK: list[tuple[str, set[str], Callable[[], Evidence], str]] = [
     ("unbounded_breaks", set(), quantised, "from 1.000 to 1.000"),
     ("iterative_beats_single", set(), lambda: evidence_for(Hilly(), BOTH | {"step": EPS / 10}, inliers=levels(0.42, 0.5), outliers=levels(0.5, 0.58, seed=1)), "(gradient masking, or steps that are too small)"),
     ("black_box_not_stronger", {"restarts_suffice"}, lambda: evidence_for(Shattered(), BOTH | {"steps": 40}), "in 41 evaluations"),
+    ("black_box_not_stronger", set(), lambda: evidence_for(Shattered(), BOTH | {"steps": 100}, inliers=levels(0.2, 0.485), outliers=levels(0.515, 0.8, seed=1)), "in 101 evaluations"),
     ("collision_is_real", {"gradient_flows", "unbounded_breaks", "iterative_beats_single"}, lambda: evidence_for(Constant(), BOTH, COLLISION), "the score is constant"),
     ("collision_is_real", set(), lambda: evidence_for(Brightness(), BOTH, COLLISION | {"ball": {"norm": "l2", "eps": [1, 3]}}), "0.62 eps away, so the ball holds them"),
     ("collision_is_real", set(), lambda: evidence_for(Brightness(), BOTH, COLLISION, outliers=levels(0.3, 0.6, seed=1)), "under 0.8 for it 0.7"),
@@ -213,8 +214,8 @@ def test_a_check_passes_where_all_is_well(healthy: list[dict[str, Check]], name:
         assert checks[name]["status"] == "pass", checks[name]["sentence"]
 
 
-def test_every_check_has_a_case_in_which_it_fails() -> None:
-    assert {name for name, *_ in SICK} == NAMES
+def test_every_check_has_a_case_in_which_it_alone_fails() -> None:
+    assert {name for name, also, *_ in SICK if not also} == NAMES
 
 
 @pytest.mark.parametrize(("name", "also", "make", "words"), SICK, ids=[f"{case[0]}: {case[3]}" for case in SICK])

@@ -20,7 +20,7 @@ from gatecrash.images import check_images, check_pair
 from gatecrash.metrics import mape
 from gatecrash.objective import MatchLatent, squared_difference
 from gatecrash.portions import in_portions
-from gatecrash.protocols import Encoder, Latent, Stepper, detached, joined, leaves, rows_of
+from gatecrash.protocols import Encoder, Latent, Stepper, as_vector, detached, joined, leaves, rows_of
 from gatecrash.search import SearchOptions, search
 from gatecrash.speed import current_pace, full_float32, is_exact
 from gatecrash.stepper import Adamax, ScheduleName
@@ -155,7 +155,7 @@ def latents(encoder: Encoder, x: Tensor, batch_size: int | None) -> Latent:
     done = 0
     for part in parts:
         for leaf in leaves(part):
-            bad = (~leaf.isfinite()).flatten(1).any(dim=1).nonzero().flatten().tolist()
+            bad = (~as_vector(leaf).isfinite()).any(dim=1).nonzero().flatten().tolist()
             if bad:
                 batch = (done + bad[0]) // (batch_size or len(x))
                 raise ValueError(f"the network's output has NaN or infinity, first in batch {batch}")

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from gatecrash.encoder import Encoder, evaluating, first_tensor
-from gatecrash.protocols import as_vectors
+from gatecrash.protocols import as_vector, as_vectors
 
 ENTRIES = 2**29
 """The most entries a matrix may have here: 4 GiB in float64."""
@@ -300,7 +300,7 @@ def latent_of(network: nn.Module, x: Tensor) -> Tensor:
         return as_vectors(network(x))
     parameter = next((p for p in network.parameters() if p.is_floating_point()), x)
     with evaluating(network):
-        return first_tensor(network(x.to(parameter.dtype)), type(network).__name__).flatten(1)
+        return as_vector(first_tensor(network(x.to(parameter.dtype)), type(network).__name__))
 
 
 def check_entries(rows: int, columns: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -41,13 +41,13 @@ def counting(networks: Iterable[nn.Module]) -> Iterator[Meter]:
             handle.remove()
 
 
-def networks_of(detectors: Iterable[Detector], image: Tensor) -> list[nn.Module]:
-    """Every network that the scores of some detectors run, once; `image` (1, C, H, W) is scored to see which."""
+def networks_of(detectors: Iterable[Detector], images: Tensor) -> list[nn.Module]:
+    """Every network that the scores of some detectors run, once; `images`, one or two, are scored to see which."""
     found: dict[int, nn.Module] = {}
     for detector in detectors:
         networks = encoded_by(detector)
-        if not passes_through(networks, detector, image):
-            networks = called_by(detector, image)
+        if not passes_through(networks, detector, images):
+            networks = called_by(detector, images)
         found |= {id(network): network for network in networks}
     return list(found.values())
 
@@ -57,7 +57,7 @@ def encoded_by(detector: Detector) -> list[nn.Module]:
     return [part.model for part in parts_of(detector) if isinstance(part, Encoder)]
 
 
-def called_by(detector: Detector, image: Tensor) -> list[nn.Module]:
+def called_by(detector: Detector, images: Tensor) -> list[nn.Module]:
     """The parts of a detector that its score calls, less those that are called by another: a density, or its halves."""
     called: dict[int, nn.Module] = {}
     running: list[nn.Module] = []
@@ -74,7 +74,7 @@ def called_by(detector: Detector, image: Tensor) -> list[nn.Module]:
         for part in parts_of(detector):
             hooks.callback(part.register_forward_pre_hook(enter).remove)
             hooks.callback(part.register_forward_hook(leave).remove)
-        score(detector, image)
+        score(detector, images)
     return list(called.values())
 
 
@@ -83,22 +83,22 @@ def parts_of(detector: Detector) -> list[nn.Module]:
     return [part for part in detector.modules() if part is not detector]
 
 
-def passes_of(detector: Detector, image: Tensor) -> int:
+def passes_of(detector: Detector, images: Tensor) -> int:
     """The passes that one score takes: two for a detector that preprocesses, more for an ensemble."""
-    return passes_through(networks_of([detector], image), detector, image)
+    return passes_through(networks_of([detector], images), detector, images)
 
 
-def passes_through(networks: Iterable[nn.Module], detector: Detector, image: Tensor) -> int:
-    """The passes through some networks that the score of one image takes."""
+def passes_through(networks: Iterable[nn.Module], detector: Detector, images: Tensor) -> int:
+    """The passes through some networks that the score of each of some images takes, a part of one counted whole."""
     with counting(networks) as meter:
-        score(detector, image)
-    return meter.passes
+        score(detector, images)
+    return -(-meter.passes // len(images))
 
 
-def score(detector: Detector, image: Tensor) -> None:
-    """Score an image for what happens on the way."""
-    with torch.no_grad():
-        detector.judge(detector.encode(image))
+def score(detector: Detector, images: Tensor) -> None:
+    """Score images for what happens on the way; an error is for the checks to find, which name the detector."""
+    with torch.no_grad(), suppress(Exception):
+        detector.judge(detector.encode(images))
 
 
 def spent_by(job: Job, measured: Measured, passes: dict[str, int]) -> int:

@@ -59,45 +59,96 @@ DRIFT = 0.01
 
 
 def gradient_price(evidence: Evidence) -> int:
-    """One gradient of every image, and of some two more, their score and those for differences in two directions."""
-    scored = 3 + 4 * len(STEPS["float64"])
-    return sum(evidence.passes.values()) * (evidence.count + 1 + scored * min(PROBED, evidence.count))
+    """One gradient at every image, and beside some four, and their scores for differences in two directions."""
+    scored = 4 + 4 * len(STEPS["float64"])
+    return sum(evidence.passes.values()) * (evidence.count + 2 + scored * min(PROBED, evidence.count))
 
 
 @check("gradient_flows", price=gradient_price)
 def gradient_flows(evidence: Evidence) -> Finding:
-    """Every image has a gradient, and it is what finite differences give."""
+    """Every image has a gradient, where attacks start, and beside it is what finite differences give."""
 
     def look(title: str) -> Finding:
-        detector = evidence.detector(title)
-        x = beside(torch.cat([evidence.inliers, evidence.outliers]), evidence.job.seed)
-        gradient = gradient_at(detector, x, evidence.job.batch_size)
+        detector, seed = evidence.detector(title), evidence.job.seed
+        images = torch.cat([evidence.inliers, evidence.outliers])
+        gradient = gradient_at(detector, images, evidence.job.batch_size)
         if gradient is None:
             return Finding("fail", f"{title}: no gradient reaches the pixels; look for detach(), no_grad() or numpy")
-        flat = gradient.flatten(1)
-        share = float((~flat.isfinite().all(dim=1) | (flat == 0).all(dim=1)).float().mean())
-        words = f"{title}: {share:.0%} of {len(x)} images have no gradient"
-        if share > FEW:
+        start = started(detector, images, gradient, seed)
+        words = f"{title}: {start.none:.0%} of {len(images)} images have no gradient{start.remarks}"
+        if start.none > FEW:
             return Finding("fail", f"{words} (a saturated or constant score)")
-        rows = torch.linspace(0, len(x) - 1, min(PROBED, len(x))).round().long().to(x.device)
-        probe = probed(detector, x[rows], gradient[rows], evidence.job.seed)
-        wrong, lost = float(probe.wrong.float().mean()), float(probe.lost.float().mean())
-        words += f", {wrong:.0%} of {len(rows)} have one that finite differences in {probe.precision} contradict"
-        words += "" if averaged(detector) else f", and {lost:.0%} one that rounding spoils"
-        if wrong > CONTRADICTED:
-            excused = detector.card.gradient == "omitted" or probe.precision != "float64"
-            return Finding("warn" if excused else "fail", f"{words} (part of the score is detached, or rounded inside)")
-        if lost > FEW:
-            exact = probe.lost_in_full(detector, x[rows])
-            if exact <= FEW:
-                return Finding("warn", f"{words}, as TF32 does; without it, allow_tf32 = False, {exact:.0%}")
-            return Finding("fail", f"{words} (a saturated score)")
-        unsure = float(probe.unsure.float().mean())
-        words += f"; for {unsure:.0%} they cannot tell, since the score jumps or is rounded" if unsure else ""
-        doubtful = share > 0 or wrong + unsure > CONTRADICTED
-        return Finding("warn" if doubtful else "pass", words, share + wrong + lost)
+        if start.broken > FEW:
+            return Finding("fail", f"{words} (a root, a power, a logarithm or a division at zero)")
+        found = compared(detector, beside(images[some_rows(len(images), images.device)], seed), seed)
+        status = "warn" if any(start) and found.status == "pass" else found.status
+        return Finding(status, words + found.words, start.none + found.closeness)
 
     return per_detector(evidence, look)
+
+
+class Start(NamedTuple):
+    """The shares of images at which an attack that starts there finds nothing to follow."""
+
+    none: float
+    """The gradient is zero, at the image and beside it."""
+    broken: float
+    """It is NaN or infinite."""
+    held: float
+    """It is zero at the image, though not beside it: only an attack that starts elsewhere comes away."""
+
+    @property
+    def remarks(self) -> str:
+        """What is to be said of the gradients at the images themselves, beyond that some are zero."""
+        broken = f", {self.broken:.0%} one that is NaN or infinite at the image itself, where attacks start"
+        held = f", {self.held:.0%} one that is zero at the image itself, which only attacks that start elsewhere leave"
+        return (broken if self.broken else "") + (held if self.held else "")
+
+
+def started(detector: Detector, images: Tensor, gradient: Tensor, seed: int) -> Start:
+    """What the gradients (B, ...) at the images are good for; where they are zero, some points beside are looked at."""
+    zero = (gradient.flatten(1) == 0).all(dim=1).nonzero().flatten()
+    still, stuck = 0.0, len(zero) / len(images)
+    if len(zero):
+        rows = zero[some_rows(len(zero), zero.device)] if len(zero) > 1 else zero.repeat(2)  # one may be no batch
+        around = gradient_at(detector, beside(images[rows], seed), len(rows))
+        still = 1.0 if around is None else float((around.flatten(1) == 0).all(dim=1).float().mean())
+    return Start(still * stuck, float(is_broken(gradient).float().mean()), (1 - still) * stuck)
+
+
+def is_broken(gradient: Tensor) -> Tensor:
+    """Whether every image's gradient has an entry that is NaN or infinite, (B,)."""
+    return ~gradient.flatten(1).isfinite().all(dim=1)
+
+
+def some_rows(count: int, device: torch.device) -> Tensor:
+    """At most `PROBED` of so many rows, from the first to the last."""
+    return torch.linspace(0, count - 1, min(PROBED, count)).round().long().to(device)
+
+
+def compared(detector: Detector, x: Tensor, seed: int) -> Finding:
+    """How the gradients beside images stand the comparison with differences; the words go on with a sentence."""
+    gradient = gradient_at(detector, x, len(x))
+    if gradient is None:
+        return Finding("fail", ", but at points beside them none reaches the pixels")
+    broken = float(is_broken(gradient).float().mean())
+    if broken > FEW:
+        return Finding("fail", f", {broken:.0%} of {len(x)} one that is NaN or infinite beside the image")
+    probe = probed(detector, x, gradient, seed)
+    wrong, lost = float(probe.wrong.float().mean()), float(probe.lost.float().mean())
+    words = f", {wrong:.0%} of {len(x)} have one that finite differences in {probe.precision} contradict"
+    words += "" if averaged(detector) else f", and {lost:.0%} one that rounding spoils"
+    if wrong > CONTRADICTED:
+        excused = detector.card.gradient == "omitted" or probe.precision != "float64"
+        return Finding("warn" if excused else "fail", f"{words} (part of the score is detached, or rounded inside)")
+    if lost > FEW:
+        exact = probe.lost_in_full(detector, x)
+        if exact <= FEW:
+            return Finding("warn", f"{words}, as TF32 does; without it, allow_tf32 = False, {exact:.0%}")
+        return Finding("fail", f"{words} (a saturated score)")
+    unsure = float(probe.unsure.float().mean())
+    words += f"; for {unsure:.0%} they cannot tell, since the score jumps or is rounded" if unsure else ""
+    return Finding("warn" if wrong + unsure > CONTRADICTED else "pass", words, wrong + lost)
 
 
 @check("score_is_attacked", price=lambda e: sum(e.passes.values()) * 2 * FOLLOWED * (TRAJECTORY + 1), attack="own")
@@ -118,11 +169,11 @@ def score_is_attacked(evidence: Evidence) -> Finding:
         search(recorded, few, effort.ball, stepper=effort.stepper, steps=steps, generator=evidence.job.seed)
 
         def deployed(x: Tensor) -> Tensor:
-            with repeatable(evidence.job.seed, x.device):
-                return scores(redrawn(detector), x, None)
+            with repeatable(evidence.job.seed, x.device), torch.no_grad():
+                score: Tensor = redrawn(detector)(x)
+                return score
 
-        along = (torch.stack(values).cpu() for values in (recorded.values, [deployed(x) for x in recorded.points]))
-        follows = rank_correlations(*along)
+        follows = recorded.followed_by(deployed)
         if len(follows) == 0:
             return Finding("warn", f"{title}: the objective did not move in {steps} steps, so nothing could follow it")
         middle = float(follows.median())
@@ -166,8 +217,8 @@ def deterministic(evidence: Evidence) -> Finding:
 
 
 def drift_price(evidence: Evidence) -> int:
-    """Every image scored as the audit does and exactly, and one to see whether that can be done."""
-    return (2 * evidence.count + 1) * sum(evidence.passes[title] for title, _ in evidence.heads)
+    """Every image scored as the audit does and exactly, and two to see whether that can be done."""
+    return (2 * evidence.count + 2) * sum(evidence.passes[title] for title, _ in evidence.heads)
 
 
 @check("precision_drift", price=drift_price, attack="images")
@@ -196,16 +247,22 @@ def precision_drift(evidence: Evidence) -> Finding:
 
 def gradient_at(detector: Detector, x: Tensor, batch_size: int) -> Tensor | None:
     """The gradient of the score at every image, or None where none reaches the pixels."""
-    parts = []
+    return scored_at(detector, x, batch_size)[1]
+
+
+def scored_at(detector: Detector, x: Tensor, batch_size: int) -> tuple[Tensor, Tensor | None]:
+    """The score of every image, (B,), and its gradient there, or None where none reaches the pixels."""
+    values, gradients = [], []
     for batch in x.split(batch_size):
         with torch.enable_grad():
             leaf = batch.detach().requires_grad_()
-            value = detector.judge(detector.encode(leaf)).sum()
-            gradient = torch.autograd.grad(value, leaf, allow_unused=True)[0] if value.requires_grad else None
-        if gradient is None:
-            return None
-        parts.append(gradient)
-    return torch.cat(parts)
+            value = detector.judge(detector.encode(leaf))
+            total = value.sum()
+            gradient = torch.autograd.grad(total, leaf, allow_unused=True)[0] if value.requires_grad else None
+        values.append(value.detach())
+        gradients.append(gradient)
+    found = [gradient for gradient in gradients if gradient is not None]
+    return torch.cat(values), torch.cat(found) if len(found) == len(gradients) else None
 
 
 def beside(x: Tensor, seed: int) -> Tensor:
@@ -262,14 +319,13 @@ def probed(detector: Detector, x: Tensor, searched: Tensor, seed: int) -> Probe:
     def exact(at: Tensor) -> Tensor:
         return value(at).to(at.dtype)
 
-    gradients = [gradient_at(drawn, part, size) for part, drawn in alike(judge, points, size, seed)]
-    found = [gradient for gradient in gradients if gradient is not None]
-    if len(found) < len(gradients):
+    found = [scored_at(drawn, part, size) for part, drawn in alike(judge, points, size, seed)]
+    gradients = [gradient for _, gradient in found if gradient is not None]
+    if len(gradients) < len(found):
         raise ValueError("no gradient reaches the pixels in float64")
-    gradient = torch.cat(found)
+    score, gradient = torch.cat([value for value, _ in found]), torch.cat(gradients)
     source = generator_for(seed, points.device)
     anywhere = torch.randn(points.shape, generator=source, device=points.device, dtype=points.dtype)
-    score = value(points)
     rounding = torch.finfo(score.dtype).eps * score.to(points.dtype).abs()
     wrong = unsure = torch.zeros(len(x), dtype=torch.bool, device=points.device)
     for direction in (normalised(gradient), normalised(anywhere)):
@@ -353,7 +409,7 @@ def in_double(detector: Detector, x: Tensor) -> Exact:
     try:
         copy = deepcopy(detector).to(device).double().eval()
         with torch.no_grad():
-            copy.judge(copy.encode(x[:1].to(device).double()))
+            copy.judge(copy.encode(x[:2].to(device).double()))
     except (RuntimeError, TypeError, ValueError):
         return Exact(detector, x, "float32")
     return Exact(copy, x.to(device).double(), "float64")
@@ -372,21 +428,40 @@ def redrawn(detector: Detector) -> Detector:
     return Expected(detector.detector, detector.draws, detector.seed) if isinstance(detector, Expected) else detector
 
 
+class Portion(NamedTuple):
+    """Some samples, evaluated together."""
+
+    rows: Tensor
+    """Their indices in the starting batch, (B,)."""
+    x: Tensor
+    value: Tensor
+
+
 class Recorded:
-    """An objective that keeps the points it was evaluated at, and its values there; a random one draws alike at all."""
+    """An objective that keeps what it was evaluated at, portion by portion; a random one draws alike at all."""
 
     def __init__(self, objective: Objective, seed: int) -> None:
         self.objective, self.seed = objective, seed
-        self.points: list[Tensor] = []
-        self.values: list[Tensor] = []
+        self.portions: list[Portion] = []
 
     def __call__(self, x: Tensor, rows: Tensor) -> Tensor:
         """The objective's value, (B,)."""
         with repeatable(self.seed, x.device):
             value = self.objective(x, rows)
-        self.points.append(x.detach())
-        self.values.append(value.detach())
+        self.portions.append(Portion(rows, x.detach(), value.detach()))
         return value
+
+    def followed_by(self, score: Callable[[Tensor], Tensor]) -> Tensor:
+        """The rank correlation of the objective with a score along the way of every sample that moved.
+
+        The score is taken of the same portions, so that a random one draws for every sample as the objective did.
+        """
+        rows, values = (
+            torch.cat(parts).cpu() for parts in zip(*[(p.rows, p.value) for p in self.portions], strict=True)
+        )
+        scored = torch.cat([score(portion.x) for portion in self.portions]).cpu()
+        ways = [rows == row for row in rows.unique()]
+        return torch.cat([rank_correlations(values[way, None], scored[way, None]) for way in ways])
 
 
 def rank_correlations(objective: Tensor, score: Tensor) -> Tensor:

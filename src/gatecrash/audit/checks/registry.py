@@ -45,7 +45,7 @@ class Doubt:
         try:
             finding = self.look(evidence)
         except Exception as error:
-            finding = Finding("fail", f"The check could not be done: {in_words(error)}")
+            return undone(self.name, error)
         return {"name": self.name, "status": finding.status, "sentence": sentence(finding.words)}
 
 
@@ -119,6 +119,11 @@ def worst(findings: Sequence[Finding], noun: str) -> Finding:
     nearest = max(findings, key=lambda finding: finding.closeness)
     several = f"{len(findings)} {noun} pass; nearest to failing is " if len(findings) > 1 else ""
     return nearest._replace(words=several + nearest.words)
+
+
+def undone(name: str, error: Exception) -> Check:
+    """The verdict of a check that an error ended."""
+    return {"name": name, "status": "fail", "sentence": sentence(f"The check could not be done: {in_words(error)}")}
 
 
 def in_words(error: Exception) -> str:

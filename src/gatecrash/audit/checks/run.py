@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import NamedTuple, get_args
 
 import torch
+from torch import Tensor
 
 from gatecrash.audit.checks.cost import Meter, counting, networks_of, passes_of, spent_by
 from gatecrash.audit.checks.evidence import Evidence, Shared
-from gatecrash.audit.checks.registry import CHECKS, ORDER, Doubt, sentence
+from gatecrash.audit.checks.registry import CHECKS, ORDER, Doubt, sentence, undone
 from gatecrash.audit.job import Job
 from gatecrash.audit.run import Measured
 from gatecrash.bundle import Check, Row
@@ -63,16 +64,23 @@ def run_checks(job: Job, measured: Measured, rows: Sequence[Row], *, share: floa
     Returns:
         A verdict per check; an error inside a check is a failure of it, and is not raised.
     """
-    with counting(networks_of(job.detectors.values(), job.inliers.x[:1].to(job.device))) as meter, plainly():
-        return verdicts(evidence_of(job, measured, rows, share=share, meter=meter))
+    try:
+        with counting(networks_of(job.detectors.values(), first_of(job))) as meter, plainly():
+            return verdicts(evidence_of(job, measured, rows, share=share, meter=meter))
+    except Exception as error:
+        return [undone(name, error) for name in ORDER]
+
+
+def first_of(job: Job) -> Tensor:
+    """Two images to see what a score runs, since some networks take one image for no batch."""
+    return job.inliers.x[:2].to(job.device)
 
 
 def evidence_of(
     job: Job, measured: Measured, rows: Sequence[Row], *, share: float = 0.25, meter: Meter | None = None
 ) -> Evidence:
     """What the checks look at: as many images as they can pay for with a share of the audit's cost."""
-    image = job.inliers.x[:1].to(job.device)
-    seen = {title: passes_of(detector, image) for title, detector in job.detectors.items()}
+    seen = {title: passes_of(detector, first_of(job)) for title, detector in job.detectors.items()}
     passes = {title: max(1, count) for title, count in seen.items()}
     allowance = share * spent_by(job, measured, passes)
     meter = meter or Meter()
