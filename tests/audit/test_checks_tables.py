@@ -1,19 +1,25 @@
-"""What the rows of an audit cannot mean, and attacks that are scored in whole grey levels."""
+"""What the rows of an audit cannot mean, attacks that are scored in whole grey levels, and what an audit refuses."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from small_audit import BOTH, BRIGHT, DARK, Brightness, evidence_for
+import torch
+from small_audit import BOTH, BRIGHT, DARK, Brightness, evidence_for, levels
+from torch import Tensor
 
+from gatecrash import audit
 from gatecrash.audit.checks import CHECKS, Evidence
 from gatecrash.audit.checks.cost import counting, networks_of
 from gatecrash.audit.checks.evidence import Shared
 from gatecrash.audit.checks.run import price_of
+from gatecrash.ball import L2, Ball, Linf
 from gatecrash.bundle import Check
 from gatecrash.detectors import MSP, Detector, Energy, Mahalanobis
 from gatecrash.encoder import Encoder
+from gatecrash.protocols import Latent
 from small_models import blank, one_thread, squares, trained_net
 
 __all__ = ["one_thread"]
@@ -143,3 +149,38 @@ def test_a_ball_that_holds_some_of_the_targets_is_told(eps: float, status: str, 
     check = CHECKS["collision_is_real"](evidence)
     assert check["status"] == status, check["sentence"]
     assert words in check["sentence"]
+
+
+class Wider(Linf):
+    """A ball that projects into one of twice its radius."""
+
+    def project(self, x: Tensor, centre: Tensor) -> Tensor:
+        return x.clamp(centre - 2 * self.eps, centre + 2 * self.eps)
+
+
+@pytest.mark.parametrize(
+    ("ball", "message"),
+    [
+        (Linf(0.1, box=(0.2, 0.8)), r"the box \(0, 1\), so it cannot express Linf\(0.1, box=\(0.2, 0.8\)\)$"),
+        (L2(0.1, box=None), r"the box \(0, 1\), so it cannot express L2\(0.1, box=None\)$"),
+        (Wider([0.1, 0.2]), r"for linf a plan takes Linf, so it cannot express Wider\(\[0.1, 0.2\]\)$"),
+    ],
+)
+def test_a_ball_that_a_plan_would_make_another_of_is_refused(ball: Ball, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"^balls: .*{message}"):
+        audit(Brightness(), DARK, {"bright": BRIGHT}, out=tmp_path / "run", balls=[L2(0.1), ball])
+    assert not (tmp_path / "run").exists()
+
+
+class Holed(Brightness):
+    """A score that is a number above a brightness of 0.6 and below one of 0.55."""
+
+    def judge(self, z: Latent) -> Tensor:
+        score = super().judge(z)
+        return torch.where((score - 0.575).abs() < 0.025, torch.nan, score)
+
+
+def test_a_score_that_only_an_attack_makes_nan_is_told_with_that_attack() -> None:
+    collision = {"name": "collide", "of": "features", "ball": {"norm": "l2", "eps": 0.5}, "steps": 10}
+    with pytest.raises(ValueError, match=r"^the score of it becomes NaN under collide features on bright, and before"):
+        evidence_for(Holed(), collision, outliers=levels(0.61, 0.65))
