@@ -16,7 +16,7 @@ from gatecrash.audit.plan import AttackPlan, Plan, SearchPrecision, check_titles
 from gatecrash.audit.rows import rows_of, sample_rows
 from gatecrash.audit.run import measure, rehearse
 from gatecrash.audit.running import carry_out, refuse_other_runs
-from gatecrash.ball import Ball
+from gatecrash.ball import BALLS, Ball
 from gatecrash.bundle import Bundle, Results
 from gatecrash.data import ImageSet
 from gatecrash.detectors import Detector
@@ -61,10 +61,12 @@ def audit(
         The content of `results.json`.
 
     Raises:
-        ValueError: a detector is not fitted, images do not fit, or the folder holds another run.
+        ValueError: a detector is not fitted, images do not fit, a ball is none that a plan can express, or the folder
+            holds another run.
     """
     if precision not in get_args(SearchPrecision):
         raise ValueError(f"precision must be 'auto' or 'float32', got {precision!r}")
+    check_expressible(balls)
     named = named_detectors(detectors)
     for detector in named.values():
         detector.require_fitted()
@@ -173,6 +175,16 @@ def measure_and_write(job: Job, bundle: Bundle, *, resume: bool) -> Results:
     write_report(bundle)
     work.clear()
     return bundle.results()
+
+
+def check_expressible(balls: Sequence[Ball]) -> None:
+    """Raises a ValueError for a ball of which a plan, which has a norm and eps, would make another."""
+    for ball in balls:
+        plain = BALLS[ball.norm]
+        if type(ball) is not plain:
+            raise ValueError(f"balls: for {ball.norm} a plan takes {plain.__name__}, so it cannot express {ball}")
+        if ball.box != (0.0, 1.0):
+            raise ValueError(f"balls: the balls of a plan have the box (0, 1), so it cannot express {ball}")
 
 
 def attack_plans(attacks: Sequence[Mapping[str, Any]]) -> list[AttackPlan]:

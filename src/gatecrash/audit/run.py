@@ -19,7 +19,8 @@ from gatecrash.audit.work import Payload, Work
 from gatecrash.ball import distance
 from gatecrash.bundle import Pictures
 from gatecrash.data import ImageSet
-from gatecrash.detectors import fit_all
+from gatecrash.detectors import Detector, fit_all
+from gatecrash.detectors.base import NotANumberError
 from gatecrash.encoder import Encoder
 from gatecrash.found import Found
 from gatecrash.progress import progress
@@ -194,8 +195,21 @@ def run_piece(job: Job, piece: Piece, clean: Clean, seed: int) -> Payload:
         if rung.mape is not None:
             payload[f"{number}.mape"] = rung.mape
         for title, detector in judges.items():
-            payload[f"{number}.scores.{title}"] = detector.scores(rung.x, job.batch_size)
+            payload[f"{number}.scores.{title}"] = scores_after(piece, title, detector, rung.x, job.batch_size)
     return payload
+
+
+def scores_after(piece: Piece, title: str, detector: Detector, x: Tensor, batch_size: int) -> Tensor:
+    """The scores of attacked images.
+
+    Raises:
+        ValueError: one is NaN, which none was before the attack; it names detector, attack and set.
+    """
+    try:
+        return detector.scores(x, batch_size)
+    except NotANumberError:
+        what = f"{piece.attack.title} on {piece.set_name}"
+        raise ValueError(f"the score of {title} becomes NaN under {what}, and before it is a number") from None
 
 
 def run_collision(job: Job, piece: Piece, start: Tensor, target: Tensor, seed: int) -> Found:

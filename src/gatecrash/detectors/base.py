@@ -360,9 +360,15 @@ def read_saved(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return spec, state
 
 
+class NotANumberError(ValueError):
+    """A score is NaN."""
+
+
 def check_scores(scores: Tensor, detector: Detector, where: str = "") -> None:
     """Raises a ValueError when a score is NaN or the scores are not one per image."""
     if scores.ndim != 1:
         raise ValueError(f"{type(detector).__name__} must give one score per image, got shape {tuple(scores.shape)}")
     if bool(scores.isnan().any()):
-        raise ValueError(f"the score of {type(detector).__name__} is NaN{where}; are the network's weights finite?")
+        raise NotANumberError(
+            f"the score of {type(detector).__name__} is NaN{where}; are the network's weights finite?"
+        )

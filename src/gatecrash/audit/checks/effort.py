@@ -93,7 +93,7 @@ def single_step(evidence: Evidence) -> int:
 
 @check("iterative_beats_single", price=single_step, attack="images")
 def iterative_beats_single(evidence: Evidence) -> Finding:
-    """Many steps get further than one step of the ball's full size."""
+    """Many steps get further than one step of the ball's full size, before either is rounded to whole grey levels."""
 
     def look(title: str, effort: Effort) -> Finding:
         if effort.steps * effort.restarts == 1:
@@ -101,9 +101,10 @@ def iterative_beats_single(evidence: Evidence) -> Finding:
         many, one = [], []
         for side in SIDES:
             single = stepper_for(effort.ball, effort.ball.eps)
-            found = evidence.push(title, effort, side, evidence.images(side), stepper=single, steps=1, restarts=1)
+            start = evidence.images(side)
+            found = evidence.push(title, effort, side, start, stepper=single, steps=1, restarts=1, eight_bit=False)
             one.append(gain_of(side, evidence.ended(title, found), found))
-            again = evidence.ended(title, evidence.found(title, effort, side))
+            again = evidence.searched(title, effort, side)
             many.append(gain_of(side, stronger(side, evidence.standing(title, effort).scores(side), again), found))
         iterated, once = torch.cat(many), torch.cat(one)
         if not bool((torch.maximum(iterated, once) > 0).any()):
@@ -149,6 +150,7 @@ def unbounded_breaks(evidence: Evidence) -> Finding:
                     steps=steps,
                     restarts=1,
                     stop=clean.limit(side),
+                    eight_bit=False,
                 )
             )
             for side in SIDES
@@ -189,14 +191,16 @@ def more(evidence: Evidence, title: str, effort: Effort, before: Standing, **cha
     """Another attack on what is unbroken of every side.
 
     The others are left alone, and an image leaves once it has passed every image of the other side: what it could
-    gain beyond that does not change the AUROC.
+    gain beyond that does not change the AUROC. In whole grey levels it goes on to the end, since rounding may take back
+    a score that has only just passed.
     """
     ended: Ended = {}
     for side in SIDES:
         rows = before.unbroken(side)
         if len(rows):
             images = evidence.images(side)[rows]
-            changes["stop"] = before.limit(side)
+            if not effort.eight_bit:
+                changes["stop"] = before.limit(side)
             ended[side] = rows, evidence.ended(title, evidence.push(title, effort, side, images, **changes))
     return ended
 
@@ -241,6 +245,8 @@ def gain_of(side: Side, ended: Tensor, found: Found) -> Tensor:
 def priced(evidence: Evidence, evaluations: Callable[[Effort], int]) -> int:
     """The passes of some evaluations per image, on all images that are unbroken."""
     return sum(
-        evidence.passes[title] * evidence.unbroken(title, effort) * (evaluations(effort) + evidence.redraws(title))
+        evidence.passes[title]
+        * evidence.unbroken(title, effort)
+        * (evaluations(effort) + evidence.afterwards(title, effort))
         for title, effort in evidence.looks
     )

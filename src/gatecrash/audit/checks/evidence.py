@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gatecrash.attacks import admit, evict
 from gatecrash.attacks.classifier import stepper_for
+from gatecrash.attacks.rounding import RoundedFound
 from gatecrash.audit.checks.cost import Meter
 from gatecrash.audit.job import Job
 from gatecrash.audit.plan import AttackPlan
@@ -53,6 +54,7 @@ class Changes(TypedDict, total=False):
     restarts: int
     stop: Tensor
     random_start: bool
+    eight_bit: bool
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,11 @@ class Effort:
     def evaluations(self) -> int:
         """Scores that the attack takes of one image."""
         return self.restarts * (self.steps + 1)
+
+    @property
+    def eight_bit(self) -> bool:
+        """Whether what it finds is put into whole grey levels before it is scored."""
+        return self.attack.eight_bit
 
 
 @dataclass(frozen=True)
@@ -249,6 +256,7 @@ class Evidence:
                 # Another seed for random starts, or they would repeat those of the attack that they are compared with.
                 generator=self.job.seed + again,
                 batch_size=self.job.batch_size,
+                eight_bit=changes.get("eight_bit", effort.eight_bit),
             )
 
     def found(self, title: str, effort: Effort, side: Side) -> Found:
@@ -274,9 +282,21 @@ class Evidence:
         """The scores that an attack ended with, on the CPU; random ones drawn anew, as the best of many flatters."""
         return self.scores(title, found.x) if self.redraws(title) else score_of(found)
 
+    def searched(self, title: str, effort: Effort, side: Side) -> Tensor:
+        """The scores that the search of an attack ended with, on the CPU: before its images were rounded to 8 bits."""
+        found = self.found(title, effort, side)
+        if not isinstance(found, RoundedFound) or found.rounding is None:
+            return self.ended(title, found)
+        value = found.rounding.value_before.cpu()
+        return -value if side == "in" else value
+
     def redraws(self, title: str) -> int:
         """The further evaluations per image that `ended` takes: one where a score is an average over draws."""
         return int(getattr(self.detector(title), "draws", None) is not None)
+
+    def afterwards(self, title: str, effort: Effort) -> int:
+        """The evaluations per image that follow an attack: random scores drawn anew, and two beside rounded images."""
+        return self.redraws(title) + 2 * effort.eight_bit
 
     def clean(self, title: str) -> Standing:
         """The scores of the images looked at before any attack."""
@@ -308,7 +328,7 @@ class Evidence:
             else [(title, effort, side) for title, effort in self.heads for side in SIDES]
         )
         return sum(
-            self.passes[title] * len(self.images(side)) * (effort.evaluations + self.redraws(title))
+            self.passes[title] * len(self.images(side)) * (effort.evaluations + self.afterwards(title, effort))
             for title, effort, side in runs
             if self._waits((title, effort, side))
         )
