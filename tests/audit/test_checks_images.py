@@ -10,7 +10,7 @@ from torch import Tensor
 from gatecrash import portions
 from gatecrash.audit.checks import CHECKS, ORDER, Evidence, run_checks, verdicts
 from gatecrash.audit.checks import run as checks_run
-from gatecrash.audit.checks.gradients import Recorded
+from gatecrash.audit.checks.followed import Recorded
 from gatecrash.bundle import Check
 from gatecrash.protocols import Latent, leaves
 from small_models import one_thread

@@ -151,6 +151,33 @@ def test_a_ball_that_holds_some_of_the_targets_is_told(eps: float, status: str, 
     assert words in check["sentence"]
 
 
+class Drawn(Brightness):
+    """A score with noise anew, of so many standard deviations of the clean ones, and a number of draws that averages
+    nothing."""
+
+    draws = 16
+
+    def __init__(self, noise: float) -> None:
+        super().__init__()
+        self.noise = noise * float(torch.cat([DARK, BRIGHT]).flatten(1).mean(dim=1).std())
+
+    def judge(self, z: Latent) -> Tensor:
+        """The mean pixel and noise, (B,)."""
+        score = super().judge(z)
+        return score + self.noise * torch.randn_like(score)
+
+
+@pytest.mark.parametrize(("noise", "status"), [(0.01, "pass"), (0.2, "warn"), (1.0, "fail")])
+def test_an_average_over_draws_is_scored_twice_to_see_whether_it_is_one(noise: float, status: str) -> None:
+    evidence = evidence_for(Brightness())
+    evidence.job.detectors["it"] = Drawn(noise)
+    torch.manual_seed(0)
+    check = CHECKS["deterministic"](evidence)
+    assert check["status"] == status, check["sentence"]
+    share = float(check["sentence"].partition("vary by ")[2].split()[0])
+    assert share == pytest.approx(noise, rel=0.35)
+
+
 class Wider(Linf):
     """A ball that projects into one of twice its radius."""
 

@@ -1,24 +1,19 @@
-"""Checks of the path from pixels to score: does a gradient flow, is it the score's, is the score one number?"""
+"""The check that a gradient flows from the score to the pixels, and is the score's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from copy import deepcopy
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gatecrash.attacks.score import scores
-from gatecrash.audit.checks.evidence import SIDES, Effort, Evidence, Standing, aims_at_score
-from gatecrash.audit.checks.registry import Finding, check, per_attack, per_detector
+from gatecrash.audit.checks.evidence import Evidence
+from gatecrash.audit.checks.exact import averaged, in_double, redrawn, repeatable
+from gatecrash.audit.checks.registry import Finding, check, per_detector
 from gatecrash.ball import normalised
-from gatecrash.detectors import Detector, Expected
-from gatecrash.objective import Entropy, LowerScore
-from gatecrash.portions import in_portions
-from gatecrash.protocols import Objective
-from gatecrash.search import generator_for, search
+from gatecrash.detectors import Detector
+from gatecrash.search import generator_for
 from gatecrash.speed import full_float32
 
 FEW = 0.05
@@ -44,18 +39,6 @@ BESIDE = 1e-3
 
 PROBED = 16
 """Images whose gradient is compared with finite differences."""
-
-FOLLOWED = 4
-"""Images whose trajectory is followed."""
-
-TRAJECTORY = 8
-"""Steps of that trajectory at most."""
-
-FOLLOWS = 0.9
-"""The rank correlation with the objective from which the score counts as attacked."""
-
-DRIFT = 0.01
-"""The change of a score, in standard deviations of the clean ones, that comes from too little precision."""
 
 
 def gradient_price(evidence: Evidence) -> int:
@@ -151,100 +134,6 @@ def compared(detector: Detector, x: Tensor, seed: int) -> Finding:
     return Finding("warn" if wrong + unsure > CONTRADICTED else "pass", words, wrong + lost)
 
 
-@check("score_is_attacked", price=lambda e: sum(e.passes.values()) * 2 * FOLLOWED * (TRAJECTORY + 1), attack="own")
-def score_is_attacked(evidence: Evidence) -> Finding:
-    """Along the attack's trajectory the deployed score follows the objective, and an attack on the score is there."""
-    on_score = any(aims_at_score(attack) for attack in evidence.job.attacks)
-    by_softmax = not on_score and any(attack.name == "softmax" for attack in evidence.job.attacks)
-
-    def look(title: str) -> Finding:
-        detector = evidence.detector(title)
-        objective: Objective = (
-            Entropy(evidence.job.output) if by_softmax else lambda x, rows: LowerScore(redrawn(detector))(x, rows)
-        )
-        effort = evidence.effort(title)
-        recorded = Recorded(objective, evidence.job.seed)
-        few = evidence.outliers[: min(FOLLOWED, evidence.job.batch_size)]
-        steps = min(effort.steps, TRAJECTORY)
-        search(recorded, few, effort.ball, stepper=effort.stepper, steps=steps, generator=evidence.job.seed)
-
-        def deployed(x: Tensor) -> Tensor:
-            with repeatable(evidence.job.seed, x.device), torch.no_grad():
-                score: Tensor = redrawn(detector)(x)
-                return score
-
-        follows = recorded.followed_by(deployed)
-        if len(follows) == 0:
-            return Finding("warn", f"{title}: the objective did not move in {steps} steps, so nothing could follow it")
-        middle = float(follows.median())
-        aim = "the softmax's entropy" if by_softmax else "its score"
-        words = (
-            f"{title}: the median rank correlation of what is attacked, {aim}, and its deployed score is {middle:.3f}"
-        )
-        if middle < FOLLOWS:
-            return Finding("fail", f"{words} over {len(follows)} trajectories; another thing is attacked than deployed")
-        if not on_score:
-            return Finding("warn", f"{words}, but no attack of the plan is on the score itself; add admit, side: both")
-        return Finding("pass", f"{words} over {len(follows)} trajectories", -middle)
-
-    return per_detector(evidence, look)
-
-
-@check("deterministic", price=lambda evidence: 2 * evidence.count * sum(evidence.passes.values()))
-def deterministic(evidence: Evidence) -> Finding:
-    """The same image has the same score, or gradients are averaged over draws."""
-
-    def look(title: str) -> Finding:
-        detector = evidence.detector(title)
-        x = torch.cat([evidence.inliers, evidence.outliers])
-        draws = getattr(detector, "draws", None)
-        if draws == 1:
-            return Finding("fail", f"{title}: one draw is no average; let it have more: draws=16")
-        if draws is not None:
-            return Finding("pass", f"{title}: scores and gradients are averaged over {draws} draws")
-        first, second = (scores(detector, x, evidence.job.batch_size) for _ in range(2))
-        size = first.abs().mean().clamp_min(torch.finfo(first.dtype).tiny)
-        apart = float((first - second).abs().max() / size)
-        if apart > 1e-6:
-            return Finding(
-                "fail",
-                f"{title}: the same image scores differently twice, by up to {apart:.2g} of the scores' size; its "
-                "gradients must be averaged over draws: Expected(detector, draws=16)",
-            )
-        return Finding("pass", f"{title}: {len(x)} images scored twice differ by {apart:.2g}", apart)
-
-    return per_detector(evidence, look)
-
-
-def drift_price(evidence: Evidence) -> int:
-    """Every image scored as the audit does and exactly, and two to see whether that can be done."""
-    return (2 * evidence.count + 2) * sum(evidence.passes[title] for title, _ in evidence.heads)
-
-
-@check("precision_drift", price=drift_price, attack="images")
-def precision_drift(evidence: Evidence) -> Finding:
-    """What the attack returned has the same score in float64."""
-
-    def look(title: str, effort: Effort) -> Finding:
-        if evidence.redraws(title):
-            return Finding("warn", f"{title}: its score is random, which hides what precision alone would change")
-        inliers, outliers = (evidence.found(title, effort, side).x for side in SIDES)
-        reported = Standing(evidence.scores(title, inliers), evidence.scores(title, outliers))
-        exact, precision = exactly(evidence.detector(title), inliers, outliers, evidence.job.batch_size)
-        clean = torch.cat([evidence.measured.clean[key] for key in evidence.measured.clean if key[0] == title]).double()
-        spread = float(clean.std().clamp_min(torch.finfo(torch.float32).tiny))
-        drift = torch.cat([(reported.scores(side).double() - exact.scores(side)).abs() for side in SIDES]) / spread
-        far, (status, remark) = float(drift.quantile(0.95)), reported.verdict(abs(reported.auroc - exact.auroc))
-        words = (
-            f"{title}: scored again in {precision}, the attacked AUROC is {exact.auroc:.3f} instead of "
-            f"{reported.auroc:.3f} in {effort.ball}, and 95 % of scores move by less than {far:.2g} of the clean "
-            "scores' spread"
-        )
-        return Finding("fail", words) if far > DRIFT else Finding(status, words + remark, far)
-
-    return per_attack(evidence.heads, look)
-
-
 def gradient_at(detector: Detector, x: Tensor, batch_size: int) -> Tensor | None:
     """The gradient of the score at every image, or None where none reaches the pixels."""
     return scored_at(detector, x, batch_size)[1]
@@ -335,11 +224,6 @@ def probed(detector: Detector, x: Tensor, searched: Tensor, seed: int) -> Probe:
     return Probe(wrong, unsure & ~wrong, is_lost(searched, gradient) & (not averaged(detector)), precision, gradient)
 
 
-def averaged(detector: Detector) -> bool:
-    """Whether its score is an average over draws."""
-    return getattr(detector, "draws", None) is not None
-
-
 def alike(detector: Detector, x: Tensor, size: int, seed: int) -> Iterator[tuple[Tensor, Detector]]:
     """Parts of so many images, each with the detector as it draws at the beginning."""
     for part in x.split(size):
@@ -383,99 +267,3 @@ def contradicted(
         if len(left) == 0:
             break
     return ~agrees & steady & ~excused, ~agrees & (~steady | excused)
-
-
-def exactly(detector: Detector, inliers: Tensor, outliers: Tensor, batch_size: int) -> tuple[Standing, str]:
-    """The scores of inliers and outliers in float64 where the detector can do that, else in float32; which it was."""
-    with torch.autocast(inliers.device.type, enabled=False), full_float32():
-        judge, x, precision = in_double(detector, torch.cat([inliers, outliers]))
-        with torch.no_grad():
-            parts = in_portions(lambda batch: judge.judge(judge.encode(batch)), x, batch_size)
-        exact = torch.cat(parts).cpu().double()
-    return Standing(exact[: len(inliers)], exact[len(inliers) :]), precision
-
-
-class Exact(NamedTuple):
-    """A detector with images in one precision, and its name."""
-
-    detector: Detector
-    x: Tensor
-    precision: Literal["float64", "float32"]
-
-
-def in_double(detector: Detector, x: Tensor) -> Exact:
-    """A copy of the detector in float64 with the images likewise; both as they are where that does not run."""
-    device = torch.device("cpu") if x.device.type == "mps" else x.device
-    try:
-        copy = deepcopy(detector).to(device).double().eval()
-        with torch.no_grad():
-            copy.judge(copy.encode(x[:2].to(device).double()))
-    except (RuntimeError, TypeError, ValueError):
-        return Exact(detector, x, "float32")
-    return Exact(copy, x.to(device).double(), "float64")
-
-
-@contextmanager
-def repeatable(seed: int, device: torch.device) -> Iterator[None]:
-    """The same global random numbers every time, put back afterwards, so that a random score has differences."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        yield
-
-
-def redrawn(detector: Detector) -> Detector:
-    """The detector, an average over draws with these begun anew, so that two evaluations draw alike."""
-    return Expected(detector.detector, detector.draws, detector.seed) if isinstance(detector, Expected) else detector
-
-
-class Portion(NamedTuple):
-    """Some samples, evaluated together."""
-
-    rows: Tensor
-    """Their indices in the starting batch, (B,)."""
-    x: Tensor
-    value: Tensor
-
-
-class Recorded:
-    """An objective that keeps what it was evaluated at, portion by portion; a random one draws alike at all."""
-
-    def __init__(self, objective: Objective, seed: int) -> None:
-        self.objective, self.seed = objective, seed
-        self.portions: list[Portion] = []
-
-    def __call__(self, x: Tensor, rows: Tensor) -> Tensor:
-        """The objective's value, (B,)."""
-        with repeatable(self.seed, x.device):
-            value = self.objective(x, rows)
-        self.portions.append(Portion(rows, x.detach(), value.detach()))
-        return value
-
-    def followed_by(self, score: Callable[[Tensor], Tensor]) -> Tensor:
-        """The rank correlation of the objective with a score along the way of every sample that moved.
-
-        The score is taken of the same portions, so that a random one draws for every sample as the objective did.
-        """
-        rows, values = (
-            torch.cat(parts).cpu() for parts in zip(*[(p.rows, p.value) for p in self.portions], strict=True)
-        )
-        scored = torch.cat([score(portion.x) for portion in self.portions]).cpu()
-        ways = [rows == row for row in rows.unique()]
-        return torch.cat([rank_correlations(values[way, None], scored[way, None]) for way in ways])
-
-
-def rank_correlations(objective: Tensor, score: Tensor) -> Tensor:
-    """Spearman's correlation over the steps (T, B), for every image whose objective moved."""
-    moved = (objective != objective[0]).any(dim=0)
-    first, second = (centred_ranks(values[:, moved]) for values in (objective, score))
-    length = first.norm(dim=0) * second.norm(dim=0)
-    correlations: Tensor = (first * second).sum(dim=0) / length.clamp_min(1e-12)
-    return correlations
-
-
-def centred_ranks(values: Tensor) -> Tensor:
-    """The ranks along the first dimension less their mean, ties at their mean rank."""
-    below = (values[None] < values[:, None]).sum(dim=1)
-    ties = (values[None] == values[:, None]).sum(dim=1)
-    ranks = below + (ties + 1) / 2
-    return (ranks - ranks.mean(dim=0)).double()
