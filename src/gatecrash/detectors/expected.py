@@ -23,8 +23,8 @@ class Expected(Detector):
     the time of an evaluation and put back, on CPU and CUDA. The gradient of the mean is the mean of the gradients, and
     the memory is that of `draws` passes.
 
-    The best of many noisy values looks better than it is: `worst_case` evaluates what it found anew, and what another
-    attack found is for a fresh `Expected` to judge.
+    The best of many noisy values looks better than it is: `worst_case` and `minimal` evaluate what they found anew, and
+    what another attack found is for a fresh `Expected` to judge.
 
     Args:
         detector: any detector; one without randomness gives the same mean for any number of draws.
