@@ -1,10 +1,10 @@
 """The attack suite on real networks and images: the numbers of docs/results/attacks.md.
 
-    python benchmarks/attacks.py DATA OUT --parts two_sided,collisions,curves,minimal,verdicts [--count 500]
+    python benchmarks/attacks.py DATA OUT --parts short,worst,collisions,curves,minimal [--count 500]
 
-A part can be of some detectors only, as in `two_sided:odin+msp`, whose file is two_sided_odin_msp.json. `worst` is the
-second audit of `verdicts` alone, on `--worst` images of either side; `verdicts_curves` and `verdicts_collisions` are
-audits with the attacks of `curves` and of `collisions`.
+A part can be of some detectors only, as in `worst:odin+msp`, whose file is worst_odin_msp.json. `short` and `worst` are
+audits, with attacks of 10 steps and with the suite, so their files have the checks' verdicts too; `verdicts_curves` and
+`verdicts_collisions` are audits with the attacks of `curves` and of `collisions`.
 
 DATA holds cifar10_train.npz, cifar10_test.npz, gtsrb_test.npz and tiny.npz (x uint8 N×H×W×3, y) at 32×32, and
 densenet_bc.safetensors and resnet20.safetensors. OUT gets one JSON file per part, written after every stage, and the
@@ -17,7 +17,6 @@ import argparse
 import copy
 import json
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
@@ -42,8 +41,6 @@ PIXEL = 1 / 255
 
 Results = Iterator[dict[str, Any]]
 """What a part found so far, after each of its stages."""
-Audits = dict[str, tuple[list[dict[str, Any]], dict[str, Tensor], int]]
-"""Attacks, sets of outliers and how many images of each, by the audit's title."""
 
 
 class Setting:
@@ -191,48 +188,6 @@ def read(path: Path, count: int, device: str) -> tuple[Tensor, Tensor]:
     return x.contiguous().to(device), torch.from_numpy(content["y"][:count]).long().to(device)
 
 
-def two_sided(setting: Setting, steps: int = 10) -> Results:
-    """L∞ 1/255 on both sides: Chen et al.'s attack, the score's own, and the suite."""
-    ball, table, budget = gate.Linf(PIXEL), [], setting.options.budget
-    for name, detector in setting.detectors.items():
-        began = time.monotonic()
-        clean_in = detector.scores(setting.inliers, 500)
-        clean_out = {key: detector.scores(x, 500) for key, x in setting.outliers.items()}
-        everything = torch.cat([x[:100] for x in setting.outliers.values()])
-        # An outlier below every clean inlier, and an inlier above every clean outlier, is as wrong as AUROC can tell.
-        stops = {"out": float(clean_in.min()), "in": max(float(out.max()) for out in clean_out.values())}
-        attacked: dict[str, dict[str, Tensor]] = {}
-        for side, sets in (("in", {"in": setting.inliers}), ("out", setting.outliers)):
-            for key, x in sets.items():
-                others = everything if side == "in" else setting.inliers[:200]
-                softmax = gate.attack_softmax(setting.logits, x, ball, side=side, steps=steps)
-                push = gate.evict if side == "in" else gate.admit
-                suite = gate.worst_case(detector, x, ball, side, budget, others=others, stop=stops[side])
-                attacked[key] = {
-                    "softmax": detector.scores(softmax.x, 500),
-                    "score": detector.scores(push(detector, x, ball, steps=steps).x, 500),
-                    "worst case": detector.scores(suite.x, 500),
-                }
-                table.append(
-                    {"winners": dict(Counter(suite.winner)), "detector": name, "set": key, "spent": suite.spent}
-                )
-                yield {"rows": table}
-        for key, out in clean_out.items():
-            table.append(
-                {
-                    "detector": name,
-                    "outliers": key,
-                    "clean": auroc(clean_in, out),
-                    **{f"{how}, out": auroc(clean_in, attacked[key][how]) for how in attacked[key]},
-                    **{f"{how}, in": auroc(attacked["in"][how], out) for how in attacked[key]},
-                    **{how: auroc(attacked["in"][how], attacked[key][how]) for how in attacked[key]},
-                    "seconds": time.monotonic() - began,
-                }
-            )
-            print(json.dumps(table[-1]), flush=True)
-            yield {"rows": table}
-
-
 def collisions(setting: Setting, eps: float = 10.0) -> Results:
     """Noise made to collide with inliers in the logits of ODIN's preprocessed input, for each of sixteen settings."""
     table, steps, noise = [], setting.options.steps, noise_like(setting)
@@ -337,29 +292,36 @@ def smallest(setting: Setting) -> Results:
                 yield {"rows": table}
 
 
-def verdicts(setting: Setting) -> Results:
-    """What the checks say of audits with the attacks of the other parts: 10 steps, the collision, the suite."""
+def short(setting: Setting) -> Results:
+    """An audit with attacks of 10 steps on both sides, and with noise that collides."""
     pixel, noise = {"norm": "linf", "eps": PIXEL}, {"noise": noise_like(setting)}
-    short = [
+    attacks = [
         {"name": "softmax", "ball": pixel, "steps": 10},
         {"name": "admit", "side": "both", "ball": pixel, "steps": 10},
         from_noise(setting),
     ]
-    first = {"10 steps and collisions": (short, setting.outliers | noise, len(setting.inliers))}
-    yield from audited(setting, first | (suite_of(setting) if setting.options.worst else {}))
+    yield from audited(setting, "10 steps and collisions", attacks, setting.outliers | noise)
+
+
+def worst(setting: Setting) -> Results:
+    """An audit with the suite on both sides; images that have passed all of the other side are left alone."""
+    budget = setting.options.budget
+    ball = {"norm": "linf", "eps": PIXEL}
+    attack = {"name": "worst_case", "ball": ball, "budget": budget, "until": "crossed"}
+    yield from audited(setting, f"worst case, {budget}", [attack], setting.outliers)
 
 
 def verdicts_curves(setting: Setting) -> Results:
     """The same of Fort's attack, in the ball that its steps can reach, on the detectors of the curves."""
     attack = {"name": "admit", "side": "both", "steps": 30, "step": 3e-4, "ball": {"norm": "linf", "eps": 30 * 3e-4}}
     setting.detectors = curved(setting)
-    yield from audited(setting, {"30 steps of 3e-4": ([attack], setting.outliers, len(setting.inliers))})
+    yield from audited(setting, "30 steps of 3e-4", [attack], setting.outliers)
 
 
 def verdicts_collisions(setting: Setting) -> Results:
     """The same of the sixteen collisions."""
     setting.detectors, noise = sixteen(setting), {"noise": noise_like(setting)}
-    yield from audited(setting, {"sixteen collisions": ([from_noise(setting)], noise, len(setting.inliers))})
+    yield from audited(setting, "sixteen collisions", [from_noise(setting)], noise)
 
 
 def from_noise(setting: Setting, eps: float = 10.0) -> dict[str, Any]:
@@ -368,25 +330,11 @@ def from_noise(setting: Setting, eps: float = 10.0) -> dict[str, Any]:
     return {"name": "collide", "of": "detector", "ball": ball, "start": ["noise"], "steps": setting.options.steps}
 
 
-def worst(setting: Setting) -> Results:
-    """The audit with the suite."""
-    yield from audited(setting, suite_of(setting))
-
-
-def suite_of(setting: Setting) -> Audits:
-    """The suite on both sides, on `--worst` images of either."""
-    options = setting.options
-    attack = {"name": "worst_case", "ball": {"norm": "linf", "eps": PIXEL}, "budget": options.budget}
-    attack |= {"until": "crossed"} if options.worst > 64 else {}  # more would take a GPU hours
-    gtsrb = {"gtsrb_test": setting.outliers["gtsrb_test"]}
-    return {f"worst case, {options.budget}": ([attack], gtsrb, min(options.worst, options.count))}
-
-
 def precision(setting: Setting) -> Results:
     """What rounding does to 10 steps on few images, and to gradients: for a CPU, which does not round to TF32."""
     attacks = [{"name": "admit", "side": "both", "ball": {"norm": "linf", "eps": PIXEL}, "steps": 10}]
     found: dict[str, Any] = {}
-    for result in audited(setting, {"10 steps": (attacks, {"gtsrb_test": setting.outliers["gtsrb_test"]}, 64)}):
+    for result in audited(setting, "10 steps", attacks, {"gtsrb_test": setting.outliers["gtsrb_test"]}, count=64):
         found |= result
         yield found
     for row in gradients(setting.detectors, setting.inliers[:8], setting.outliers["gtsrb_test"][:8]):
@@ -414,55 +362,55 @@ def gradients(detectors: dict[str, Any], inliers: Tensor, outliers: Tensor) -> R
             yield dict(found)
 
 
-def audited(setting: Setting, audits: Audits) -> Results:
-    """The checks and rows of audits, each of some attacks, sets of outliers and so many images of each."""
-    table = []
-    for title, (attacks, outliers, count) in audits.items():
-        began = time.monotonic()
-        named = [name for name in setting.detectors if name in setting.fitted]
-        name = "_".join([title.replace(", ", "_").replace(" ", "_"), str(count), *named])
-        folder = setting.options.out / f"audit_{name}"
-        sets = {name: x[:count] for name, x in outliers.items()}
-        if not (folder / "results.json").is_file():
-            try:
-                gate.audit(
-                    setting.detectors,
-                    setting.inliers[:count],
-                    sets,
-                    out=folder,
-                    attacks=attacks,
-                    batch_size=500,
-                    precision="float32" if is_plainly() else "auto",
-                    resume=(folder / "plan.yaml").is_file(),
-                )
-            except ModuleNotFoundError as missing:  # the report's charts; the results are written before them
-                print("no report:", missing)
-        results = json.loads((folder / "results.json").read_text())
-        table.append(
-            {
-                "audit": title,
-                "count": count,
-                "seconds": time.monotonic() - began,
-                "checks": results["checks"],
-                "rows": [
-                    {key: row[key] for key in ("detector", "outliers", "attack", "side", "auroc")}
-                    for row in results["rows"]
-                ],
-            }
-        )
-        print(json.dumps(table[-1] | {"rows": len(table[-1]["rows"])}), flush=True)
-        yield {"audits": table}
+def audited(
+    setting: Setting,
+    title: str,
+    attacks: list[dict[str, Any]],
+    outliers: dict[str, Tensor],
+    count: int | None = None,
+) -> Results:
+    """The checks and rows of an audit with some attacks and sets of outliers, and so many images of each set."""
+    began, count = time.monotonic(), len(setting.inliers[:count])
+    named = [name for name in setting.detectors if name in setting.fitted]
+    name = "_".join([title.replace(", ", "_").replace(" ", "_"), str(count), *named])
+    folder = setting.options.out / f"audit_{name}"
+    if not (folder / "results.json").is_file():
+        try:
+            gate.audit(
+                setting.detectors,
+                setting.inliers[:count],
+                {name: x[:count] for name, x in outliers.items()},
+                out=folder,
+                attacks=attacks,
+                batch_size=500,
+                precision="float32" if is_plainly() else "auto",
+                resume=(folder / "plan.yaml").is_file(),
+            )
+        except ModuleNotFoundError as missing:  # the report's charts; the results are written before them
+            print("no report:", missing)
+    results = json.loads((folder / "results.json").read_text())
+    found = {
+        "audit": title,
+        "count": count,
+        "seconds": time.monotonic() - began,
+        "checks": results["checks"],
+        "rows": [
+            {key: row[key] for key in ("detector", "outliers", "attack", "side", "auroc")} for row in results["rows"]
+        ],
+    }
+    for check in found["checks"]:
+        print(check["status"], check["name"], check["sentence"], flush=True)
+    yield found
 
 
 PARTS = {
-    "two_sided": two_sided,
     "collisions": collisions,
     "curves": curves,
     "minimal": smallest,
-    "verdicts": verdicts,
+    "short": short,
+    "worst": worst,
     "verdicts_curves": verdicts_curves,
     "verdicts_collisions": verdicts_collisions,
-    "worst": worst,
     "precision": precision,
     "gradients_collisions": gradients_collisions,
 }
@@ -479,11 +427,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--parts", default="two_sided,collisions,curves,minimal,verdicts")
+    parser.add_argument("--parts", default="short,worst,collisions,curves,minimal")
     parser.add_argument("--count", type=int, default=500)
-    parser.add_argument(
-        "--worst", type=int, default=64, help="images of either side in the audit with the suite, 0 for none"
-    )
     parser.add_argument("--budget", default="standard", choices=["quick", "standard", "thorough"], help="of the suite")
     parser.add_argument("--steps", type=int, default=100, help="of the collisions")
     parser.add_argument("--sides", nargs="*", default=["out", "in"], choices=["out", "in"], help="of minimal")
