@@ -3,7 +3,7 @@
     python benchmarks/paths.py DATA OUT [resnet50 densenet resnet18] [--doubts | --shares]
 
 64 collisions each, as in steppers.py: with CUDA graphs and without, with other shares of the run in half precision, in
-float32, and with a stop at which half of them leave; and how often the host waits for the device in 40 steps and in 80.
+float32, and with a stop at which half of them leave; and how often the host waits for the device in so many steps.
 With `--doubts`, which a CPU can run too, what it is good for that a search doubts half precision on its way. `resnet18`
 has random weights, as in the throughput of speed.py. With `--shares`, on a CPU too, PGD with constant steps and APGD on
 DenseNet-BC with other shares of the run in half precision instead. OUT gets paths.json after every row.
@@ -60,7 +60,7 @@ def rows_of(collision: Collision, long: int) -> Iterator[Row]:
         stop = plain.value.median()
         found, row = collision.run(100, "mixed", 0.9, stop=stop)
         yield {**row, "stop": float(stop), "success": int(found.success.sum()), "held": held(found, stop)}
-        yield {"waits": {steps: waits(collision, steps) for steps in (40, 80)}}
+        yield {"waits": {steps: waits(collision, steps) for steps in (40, 80, 160)}}
         for far in (0.7, 0.97, 1.0):
             yield collision.run(long, "mixed", far)[1]
     yield collision.run(long, "float32", 0.0)[1]

@@ -215,25 +215,39 @@ def test_how_much_of_a_run_is_in_half_precision(stepper: Stepper, steps: int) ->
     assert objective.paces.count("half") == steps
 
 
-@pytest.mark.parametrize(("flat", "steps"), [(0, 14), (1, 14), (2, 1)])
-def test_half_precision_is_left_where_it_has_no_gradient(flat: int, steps: int) -> None:
-    """Of eight samples one may have none."""
-    assert half_steps(flat, 20) == steps
+SPOILT = {"none": 0.0, "not finite": torch.inf}
+"""What a gradient is multiplied by."""
 
 
-@pytest.mark.parametrize(("flat", "steps"), [(1, 42), (2, 4)])
-def test_in_a_long_run_that_is_looked_at_while_the_device_has_work(flat: int, steps: int) -> None:
-    assert half_steps(flat, 60) == steps
+@pytest.mark.parametrize("how", SPOILT)
+@pytest.mark.parametrize(("few", "steps"), [(0, 14), (1, 14), (2, 1)])
+def test_half_precision_is_left_where_it_has_no_gradient(how: str, few: int, steps: int) -> None:
+    """Of eight samples one may."""
+    assert half_steps(how, few, 20) == steps
 
 
-def half_steps(flat: int, steps: int) -> int:
-    """The evaluations in half precision when so many of eight samples have no gradient in it."""
+@pytest.mark.parametrize("how", SPOILT)
+@pytest.mark.parametrize(("few", "steps"), [(1, 42), (2, 4)])
+def test_in_a_long_run_that_is_looked_at_while_the_device_has_work(how: str, few: int, steps: int) -> None:
+    assert half_steps(how, few, 60) == steps
+
+
+@pytest.mark.parametrize("how", SPOILT)
+@pytest.mark.parametrize(("begins", "steps"), [(0, 4), (1, 30), (29, 30), (30, 42)])
+def test_gradients_are_looked_at_in_the_first_step_and_before_half_of_them(how: str, begins: int, steps: int) -> None:
+    assert half_steps(how, 2, 60, begins) == steps
+
+
+def half_steps(how: str, few: int, steps: int, begins: int = 0) -> int:
+    """The evaluations in half precision when some of eight samples have spoilt gradients in it, from a step on."""
     paces = []
 
     def objective(x: Tensor, rows: Tensor) -> Tensor:
         paces.append(current_pace())
         value = ripples(x, rows)
-        return torch.where(rows < flat, value.detach() + 0 * value, value) if current_pace() == "half" else value
+        if value.requires_grad and current_pace() == "half" and paces.count("half") > begins:
+            value.register_hook(lambda gradient: torch.where(rows < few, SPOILT[how], 1.0) * gradient)
+        return value
 
     search(objective, images(), Linf(0.2), stepper=Apgd(), steps=steps, precision="mixed")
     return paces.count("half")

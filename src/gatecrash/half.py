@@ -81,9 +81,10 @@ def share_of(stepper: Stepper) -> float:
 def vanishing(gradient: Tensor) -> Tensor:
     """The share of samples that have no gradient in half precision, as of a saturated softmax, ().
 
-    They would stand still, and since their values do too, nothing else shows it.
+    They would stand still, and since their values do too, nothing else shows it. One that is NaN or infinite is none.
     """
-    return (gradient.flatten(1) == 0).all(dim=1).to(gradient.dtype).mean()
+    flat = gradient.flatten(1)
+    return ((flat == 0).all(dim=1) | ~flat.isfinite().all(dim=1)).to(gradient.dtype).mean()
 
 
 def some_of(count: int, step: int) -> Tensor:

@@ -191,6 +191,24 @@ def test_a_layer_has_collisions_of_any_size(layer: nn.Module, size: float) -> No
     assert (found.nullity == 108 - torch.linalg.matrix_rank(matrix)).all()
 
 
+@pytest.mark.parametrize(
+    ("layer", "grey", "size"),
+    [
+        (nn.AvgPool2d(2), 0.0, 3.0),
+        (nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten()), 0.0, 3.0),
+        (nn.AvgPool2d(2), 0.3, 1e9),
+    ],
+    ids=["windows", "mean", "far"],
+)
+def test_so_has_one_that_is_its_own_mirror_image_and_has_no_latent_to_begin_with(
+    layer: nn.Module, grey: float, size: float
+) -> None:
+    start = torch.full((1, 1, 6, 6), grey)
+    found = nullspace(layer, start, L2(size, box=None))
+    assert float(found.distance("l2")) == pytest.approx(size, rel=1e-4)
+    torch.testing.assert_close(layer(found.x.double()), layer(start.double()), rtol=0, atol=1e-7 * size)
+
+
 def test_a_layer_of_vectors_is_attacked_as_well() -> None:
     x = torch.randn(3, 20)
     found = nullspace(nn.Linear(20, 6), x, L2(50.0, box=None))

@@ -100,6 +100,14 @@ class Proven(Quantised, Certified):
         return torch.full((len(x),), self.level)
 
 
+class Braggart(Brightness, Certified):
+    """Brightness, with a proof that no outlier ever comes down."""
+
+    def score_bound(self, x: Tensor, radius: float, norm: str = "l2") -> Tensor:
+        """Some level, (B,)."""
+        return torch.full((len(x),), 7.0)
+
+
 class Jumping(Brightness):
     """Brightness and, as in ODIN where a sign flips, jumps: so dense that a step of 1e-5 always crosses some."""
 
@@ -179,6 +187,8 @@ SICK: list[tuple[str, set[str], Callable[[], Evidence], str]] = [
     ("restarts_suffice", set(), lambda: evidence_for(Hilly()), "2 runs instead of 1"),
     ("monotone_in_eps", set(), lambda: with_rows(evidence_for(Brightness(), LADDER), auroc=0.995), "a larger ball must not be weaker"),
     ("unbounded_breaks", set(), quantised, "from 1.000 to 1.000"),
+    ("unbounded_breaks", set(), lambda: evidence_for(Braggart()), "its certificate proves 1.000, so it is wrong"),
+    ("unbounded_breaks", {"black_box_not_stronger"}, lambda: evidence_for(Proven(7.0), inliers=levels(0.42, 0.5), outliers=levels(0.5, 0.58, seed=1)), "its certificate proves 1.000, so it is wrong"),
     ("iterative_beats_single", set(), lambda: evidence_for(Hilly(), BOTH | {"step": EPS / 10}, inliers=levels(0.42, 0.5), outliers=levels(0.5, 0.58, seed=1)), "(gradient masking, or steps that are too small)"),
     ("black_box_not_stronger", {"restarts_suffice"}, lambda: evidence_for(Shattered(), BOTH | {"steps": 40}), "in 41 evaluations"),
     ("black_box_not_stronger", set(), lambda: evidence_for(Shattered(), BOTH | {"steps": 100}, inliers=levels(0.2, 0.485), outliers=levels(0.515, 0.8, seed=1)), "in 101 evaluations"),

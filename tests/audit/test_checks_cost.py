@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 from small_audit import BOTH, Counted, finished
 from torch import Tensor, nn
 
 from gatecrash.audit.checks import run_checks
-from gatecrash.audit.checks.cost import networks_of, passes_of
+from gatecrash.audit.checks.cost import counting, networks_of, passes_of
 from gatecrash.bundle import Check
 from gatecrash.detectors import (
     MSP,
@@ -47,6 +48,40 @@ class Bare(Detector):
     def judge(self, z: Latent) -> Tensor:
         """Their means, (B,)."""
         return leaves(z)[0].flatten(1).mean(dim=1)
+
+
+class Scale(nn.Module):
+    """A number to multiply by, asked for without an argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(()))
+
+    def forward(self) -> Tensor:
+        return 2 * self.factor
+
+
+class Named(nn.Module):
+    """The mean pixel, of images that are given by name."""
+
+    def forward(self, *, pixels: Tensor) -> Tensor:
+        return pixels.flatten(1).mean(dim=1)
+
+
+class ByName(Bare):
+    """Modules that are called with names only, or with nothing at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.means, self.scale = Named(), Scale()
+
+    def encode(self, x: Tensor) -> Latent:
+        z: Tensor = self.means(pixels=x)
+        return z
+
+    def judge(self, z: Latent) -> Tensor:
+        score: Tensor = leaves(z)[0] * self.scale()
+        return score
 
 
 def glow() -> GlowLikelihood:
@@ -121,6 +156,17 @@ def test_a_score_takes_as_many_passes_as_networks_it_runs() -> None:
     cases = {1: MSP(encoder), 2: ODIN(encoder, magnitude=0.01), 3: ensemble, 0: Bare()}
     assert {count: passes_of(detector, image) for count, detector in cases.items()} == {n: n for n in cases}
     assert networks_of([ensemble, MSP(encoder)], image) == [encoder.model]
+
+
+def test_modules_may_be_called_with_names_or_with_nothing() -> None:
+    detector = ByName()
+    networks = networks_of([detector], blank(2))
+    assert networks == [detector.means, detector.scale]
+    with counting(networks) as meter:
+        detector(blank(3))
+    assert meter.passes == 3
+    job, measured, rows = finished({"it": detector}, [BOTH])
+    assert not [check for check in run_checks(job, measured, rows) if "tuple index" in check["sentence"]]
 
 
 def test_where_an_encoder_only_says_on_which_device_the_density_is_watched() -> None:

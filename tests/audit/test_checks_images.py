@@ -10,8 +10,10 @@ from torch import Tensor
 from gatecrash import portions
 from gatecrash.audit.checks import CHECKS, ORDER, Evidence, run_checks, verdicts
 from gatecrash.audit.checks import run as checks_run
+from gatecrash.audit.checks.exact import draws_in
 from gatecrash.audit.checks.followed import Recorded
 from gatecrash.bundle import Check
+from gatecrash.detectors import Expected, ScoreEnsemble
 from gatecrash.protocols import Latent, leaves
 from small_models import one_thread
 
@@ -26,6 +28,30 @@ class Noisy(Brightness):
     def judge(self, z: Latent) -> Tensor:
         score = super().judge(z)
         return score + torch.randn_like(score)
+
+
+class Murmuring(Brightness):
+    """A score with a little chance in it."""
+
+    def judge(self, z: Latent) -> Tensor:
+        score = super().judge(z)
+        return score + 1e-3 * torch.randn_like(score)
+
+
+class NoisyOrInfinite(Brightness):
+    """A score with some chance in it, and without end where an image is bright."""
+
+    def judge(self, z: Latent) -> Tensor:
+        score = super().judge(z)
+        return torch.where(score > 0.75, torch.inf, score + 1e-2 * torch.randn_like(score))
+
+
+class Endless(Brightness):
+    """A score without end where an image is bright, always the same."""
+
+    def judge(self, z: Latent) -> Tensor:
+        score = super().judge(z)
+        return torch.where(score > 0.75, torch.inf, score)
 
 
 class OtherwiseWhereDark(Brightness):
@@ -251,3 +277,22 @@ def test_a_latent_may_hold_one_number_per_image() -> None:
     checks = {check["name"]: check for check in verdicts(evidence_for(WithMean()))}
     assert {check["status"] for check in checks.values()} == {"pass"}, checks
     assert "for 100% of 32 images" in checks["planted"]["sentence"]
+
+
+def test_an_infinite_score_does_not_hide_a_random_one() -> None:
+    outliers = levels(0.6, 0.9, seed=1)
+    check = CHECKS["deterministic"](evidence_for(NoisyOrInfinite(), outliers=outliers))
+    assert check["status"] == "fail", check["sentence"]
+    check = CHECKS["deterministic"](evidence_for(Endless(), outliers=outliers))
+    assert (check["status"], "differ by 0." in check["sentence"]) == ("pass", True), check["sentence"]
+
+
+def test_an_ensemble_of_averages_over_draws_is_one() -> None:
+    ensemble = ScoreEnsemble([Expected(Noisy(), draws=4, seed=seed) for seed in (0, 1)])
+    follows = CHECKS["score_is_attacked"](evidence_for(ensemble))
+    assert follows["status"] == "pass", follows["sentence"]
+    calm = ScoreEnsemble([Expected(Murmuring(), draws=draws) for draws in (16, 8)])
+    steady = CHECKS["deterministic"](evidence_for(calm))
+    assert steady["status"] == "pass", steady["sentence"]
+    assert "averaged over 8 draws" in steady["sentence"]
+    assert draws_in(ScoreEnsemble([Brightness(), Brightness()])) is None

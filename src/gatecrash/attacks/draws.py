@@ -17,9 +17,23 @@ FEW = 8
 
 def draws_of(detector: Detector, images: Tensor, batch_size: int | None) -> int:
     """How many draws a score of this detector is to be the mean of: one where images score the same twice."""
-    first, second = (scores(detector, images[:FEW], batch_size) for _ in range(2))
-    same = (first - second).abs() <= 1e-5 * first.abs().mean()  # but for rounding
-    return 1 if bool(same.all()) else FRESH
+    first, second = (scores(detector, images[looked_at(images)], batch_size) for _ in range(2))
+    return 1 if bool((apart(first, second) <= 1e-5).all()) else FRESH  # but for rounding
+
+
+def looked_at(images: Tensor) -> Tensor:
+    """The rows that are scored twice, from the first to the last: images may be in an order."""
+    return torch.linspace(0, len(images) - 1, min(FEW, len(images))).round().long().to(images.device)
+
+
+def apart(first: Tensor, second: Tensor) -> Tensor:
+    """How far scores of the same images are apart, as a share of the size of those that are finite, (B,).
+
+    The same infinity twice is no difference, and infinity beside a number an infinite one.
+    """
+    finite = first[first.isfinite()].abs()
+    size = finite.mean() if len(finite) else first.new_ones(())
+    return torch.where(first == second, 0.0, (first - second).abs() / size.clamp_min(torch.finfo(first.dtype).tiny))
 
 
 def drawn(detector: Detector, images: Tensor, draws: int, batch_size: int | None) -> Tensor:

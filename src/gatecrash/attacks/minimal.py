@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gatecrash.attacks.averaged import Averaged
-from gatecrash.attacks.draws import FEW, drawn, draws_of
+from gatecrash.attacks.draws import drawn, draws_of, looked_at
 from gatecrash.attacks.leaps import Flips, Leaps
 from gatecrash.attacks.options import check_counts, check_side
 from gatecrash.attacks.radii import Radii
@@ -121,7 +121,7 @@ def minimal(
     hunts = [_Hunt(aim, part, BALLS[norm], steps) for part in images.detach().split(batch_size or len(images))]
     parts = [hunt.run(rounds, tolerance) for hunt in hunts]
     found = Minimal(*(torch.cat([getattr(part, name) for part in parts]) for name in vars(parts[0])))
-    found.evaluations[:FEW] += 2  # by which it was seen whether scores are drawn
+    found.evaluations[looked_at(images)] += 2  # by which it was seen whether scores are drawn
     return found
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from gatecrash.ball import normalised
 from gatecrash.encoder import Encoder, evaluating, first_tensor
 from gatecrash.protocols import as_vector, as_vectors
 
@@ -231,12 +232,13 @@ def require_piecewise_linear(region: Region, reach: float) -> None:
 def require_affine_until(region: Region, x: Tensor) -> None:
     """Raises a ValueError where a way in a null space has left it: there is a bend that no look at a few points told.
 
-    The latent may differ by what float64 rounds of latents as far off as this in other directions.
+    The latent may differ by what float64 rounds of latents as far off as this in other directions, drawn at random: any
+    that followed from the way, as its mirror image does, could lie in the null space too.
     """
-    moved = x - region.x
-    aside = moved.flatten().flip(0).view_as(moved)
+    moved, generator = x - region.x, torch.Generator().manual_seed(0)
+    sides = torch.randn((_SIDES, *x.shape[1:]), generator=generator, dtype=x.dtype).to(x.device)
     with torch.no_grad():
-        z, _ = region(torch.cat([region.x, x, region.x + aside, region.x - aside]))
+        z, _ = region(torch.cat([region.x, x, region.x + normalised(sides) * moved.norm()]))
     error, scale = float((z[1] - z[0]).abs().max()), float(z.abs().max())
     if not error <= 1e-9 * scale:
         model = region.network.model if isinstance(region.network, Encoder) else region.network

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gatecrash.attacks.averaged import Averaged
 from gatecrash.attacks.classifier import stepper_for
-from gatecrash.attacks.draws import FEW, drawn, draws_of
+from gatecrash.attacks.draws import drawn, draws_of, looked_at
 from gatecrash.attacks.latent import latents
 from gatecrash.attacks.ranked import Ranked
 from gatecrash.attacks.rounding import RoundedFound, to_8bit
@@ -89,7 +89,7 @@ class Suite:
         self.spent: dict[str, int] = {}
         everyone = torch.arange(len(images), device=images.device)
         self.passes = draws_of(detector, self.images, batch_size)
-        self._count("start", everyone[:FEW], 2)
+        self._count("start", looked_at(images), 2)
         self.start = self._scored("start", everyone, self.images)
         self.stop = None if stop is None else (self.sign * torch.as_tensor(stop).to(self.start)).expand_as(self.start)
         self.x, self.value = self.images.clone(), self.start.clone()

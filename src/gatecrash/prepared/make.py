@@ -35,7 +35,9 @@ def prepare(
 ) -> PreparedNetwork:
     """A copy of a network made ready for images like x, checked against the network itself on the first of them.
 
-    Where bf16 takes the outputs too far away, the copy stays in float32.
+    Where bf16 takes the outputs too far away, the copy stays in float32, and where they are probabilities: a softmax
+    that is almost sure has a gradient that is small and, in bf16, little but rounding. Whoever follows that ends on the
+    plateau, where nothing leads away.
 
     Raises:
         Unfit: the network cannot be copied, or its copy gives something else.
@@ -47,6 +49,8 @@ def prepare(
         expected = plain(probe.clone())
         if pace == "half":
             try:
+                if any(map(are_probabilities, expected)):
+                    raise Unfit("the gradients of probabilities are rounded away")
                 return PreparedNetwork(_copy(model, taps, names, torch.bfloat16, probe, expected), preparation)
             except Unfit as reason:
                 message = f"{type(model).__name__} runs in float32 throughout, which is slower; in bf16 {reason}"
@@ -75,6 +79,13 @@ def _copy(
     if not far <= (CLOSE if dtype == torch.float32 else CLOSE_IN_HALF):
         raise Unfit(f"its copy gives something else, {far:.2g} of the outputs' length away")
     return tapped
+
+
+def are_probabilities(output: Tensor) -> bool:
+    """Whether the numbers of every sample, one per class, are none below 0 and come to 1."""
+    if output.ndim < 2 or output.shape[1] < 2 or not output.is_floating_point():
+        return False
+    return bool((output >= 0).all()) and bool(((output.sum(dim=1) - 1).abs() < 1e-4).all())
 
 
 def distance(found: Tensor, expected: Tensor) -> float:

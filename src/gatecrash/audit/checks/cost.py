@@ -30,10 +30,11 @@ def counting(networks: Iterable[nn.Module]) -> Iterator[Meter]:
     meter = Meter()
 
     # A closure and not a method: a copy of a network keeps its hooks, and must not get a meter of its own.
-    def count(module: nn.Module, args: tuple[Any, ...]) -> None:
-        meter.passes += len(args[0])
+    def count(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        given = (value for value in (*args, *named.values()) if isinstance(value, Tensor) and value.ndim > 0)
+        meter.passes += next((len(value) for value in given), 0)
 
-    handles = [network.register_forward_pre_hook(count) for network in networks]
+    handles = [network.register_forward_pre_hook(count, with_kwargs=True) for network in networks]
     try:
         yield meter
     finally:

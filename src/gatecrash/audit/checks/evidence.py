@@ -14,6 +14,7 @@ from gatecrash.attacks import admit, evict
 from gatecrash.attacks.classifier import stepper_for
 from gatecrash.attacks.rounding import RoundedFound
 from gatecrash.audit.checks.cost import Meter
+from gatecrash.audit.checks.exact import averaged
 from gatecrash.audit.job import Job
 from gatecrash.audit.plan import AttackPlan
 from gatecrash.audit.run import INLIERS, Measured, attack_key
@@ -292,7 +293,7 @@ class Evidence:
 
     def redraws(self, title: str) -> int:
         """The further evaluations per image that `ended` takes: one where a score is an average over draws."""
-        return int(getattr(self.detector(title), "draws", None) is not None)
+        return int(averaged(self.detector(title)))
 
     def afterwards(self, title: str, effort: Effort) -> int:
         """The evaluations per image that follow an attack: random scores drawn anew, and two beside rounded images."""

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from gatecrash.detectors import Detector, Expected
+from gatecrash.detectors import Detector, Expected, ScoreEnsemble
 
 
 class Exact(NamedTuple):
@@ -42,10 +42,23 @@ def repeatable(seed: int, device: torch.device) -> Iterator[None]:
 
 
 def redrawn(detector: Detector) -> Detector:
-    """The detector, an average over draws with these begun anew, so that two evaluations draw alike."""
-    return Expected(detector.detector, detector.draws, detector.seed) if isinstance(detector, Expected) else detector
+    """The detector, averages over draws with these begun anew, so that two evaluations draw alike."""
+    if isinstance(detector, Expected):
+        return Expected(detector.detector, detector.draws, detector.seed)
+    if isinstance(detector, ScoreEnsemble) and averaged(detector):
+        return ScoreEnsemble([redrawn(member) for member in detector.detectors])
+    return detector
 
 
 def averaged(detector: Detector) -> bool:
-    """Whether its score is an average over draws."""
-    return getattr(detector, "draws", None) is not None
+    """Whether its score is an average over draws, or its members' are."""
+    return draws_in(detector) is not None
+
+
+def draws_in(detector: Detector) -> int | None:
+    """How many draws a score is averaged over, that of the fewest in an ensemble; None where nothing is averaged."""
+    if isinstance(detector, ScoreEnsemble):
+        each = [draws_in(member) for member in detector.detectors]
+        return min((draws for draws in each if draws is not None), default=None)
+    draws: int | None = getattr(detector, "draws", None)
+    return draws

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gatecrash.attacks.draws import apart
 from gatecrash.attacks.score import scores
 from gatecrash.audit.checks.evidence import SIDES, Effort, Evidence, Standing
-from gatecrash.audit.checks.exact import in_double
+from gatecrash.audit.checks.exact import draws_in, in_double
 from gatecrash.audit.checks.registry import Finding, check, per_attack, per_detector
 from gatecrash.detectors import Detector
 from gatecrash.portions import in_portions
@@ -28,21 +29,20 @@ def deterministic(evidence: Evidence) -> Finding:
     def look(title: str) -> Finding:
         detector = evidence.detector(title)
         x = torch.cat([evidence.inliers, evidence.outliers])
-        draws = getattr(detector, "draws", None)
+        draws = draws_in(detector)
         if draws == 1:
             return Finding("fail", f"{title}: one draw is no average; let it have more: draws=16")
         first, second = (scores(detector, x, evidence.job.batch_size) for _ in range(2))
         if draws is not None:
             return varying(title, draws, first, second, clean_spread(evidence, title))
-        size = first.abs().mean().clamp_min(torch.finfo(first.dtype).tiny)
-        apart = float((first - second).abs().max() / size)
-        if apart > 1e-6:
+        far = float(apart(first, second).max())
+        if not far <= 1e-6:
             return Finding(
                 "fail",
-                f"{title}: the same image scores differently twice, by up to {apart:.2g} of the scores' size; its "
+                f"{title}: the same image scores differently twice, by up to {far:.2g} of the scores' size; its "
                 "gradients must be averaged over draws: Expected(detector, draws=16)",
             )
-        return Finding("pass", f"{title}: {len(x)} images scored twice differ by {apart:.2g}", apart)
+        return Finding("pass", f"{title}: {len(x)} images scored twice differ by {far:.2g}", far)
 
     return per_detector(evidence, look)
 
@@ -52,20 +52,21 @@ def varying(title: str, draws: int, first: Tensor, second: Tensor, spread: float
 
     Noise of a tenth of the spread takes at most 0.002 from an AUROC, and of three tenths 0.01.
     """
-    share = float((first - second).square().mean().sqrt()) / 2**0.5 / spread
+    same = first == second  # infinite ones too
+    share = float(torch.where(same, 0.0, first - second).square().mean().sqrt()) / 2**0.5 / spread
     words = (
         f"{title}: scores and gradients are averaged over {draws} draws, and scored again the same {len(first)} images "
         f"vary by {share:.2g} of the clean scores' spread"
     )
-    if share > UNSTEADY:
+    if not share <= UNSTEADY:
         return Finding("fail", f"{words}; let it have more draws, and let them be averaged: Expected(detector, draws)")
     return Finding("warn" if share > STEADY else "pass", words, share)
 
 
 def clean_spread(evidence: Evidence, title: str) -> float:
-    """The standard deviation of a detector's clean scores, of all sets together."""
+    """The standard deviation of a detector's clean scores, of all sets together, infinite ones left out."""
     clean = torch.cat([evidence.measured.clean[key] for key in evidence.measured.clean if key[0] == title]).double()
-    return float(clean.std().clamp_min(torch.finfo(torch.float32).tiny))
+    return float(clean[clean.isfinite()].std().nan_to_num().clamp_min(torch.finfo(torch.float32).tiny))
 
 
 def drift_price(evidence: Evidence) -> int:
