@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from operator import index
-from typing import Literal, TypedDict, get_args
+from typing import Literal, TypedDict, Unpack, get_args
 
 import torch
 from torch import Tensor
@@ -93,7 +93,17 @@ def search(
     Raises:
         ValueError: the start is no batch of images, the objective is NaN at it or has no gradient, or an option is off.
     """
-    check_options(start, first, ball, steps, restarts, keep, stop, batch_size, precision)
+    check_options(
+        start,
+        ball,
+        steps,
+        first=first,
+        restarts=restarts,
+        keep=keep,
+        stop=stop,
+        batch_size=batch_size,
+        precision=precision,
+    )
     if not measure and (keep != "last" or stop is not None or record or precision == "mixed"):
         raise ValueError("measure=False goes with keep='last', without stop, record and mixed precision")
     with torch.inference_mode(False):
@@ -229,18 +239,10 @@ def change_per_pixel(ball: Ball, pixels: int) -> float:
     return smallest / math.sqrt(pixels) if isinstance(ball, L2) else smallest
 
 
-def check_options(
-    start: Tensor,
-    first: Tensor | None,
-    ball: Ball,
-    steps: int,
-    restarts: int,
-    keep: str,
-    stop: float | Tensor | None,
-    batch_size: int | None,
-    precision: str,
-) -> None:
+def check_options(start: Tensor, ball: Ball, steps: int, **options: Unpack[SearchOptions]) -> None:
     """Raises a ValueError for whatever a search cannot start with."""
+    first, stop, precision = options.get("first"), options.get("stop"), options.get("precision", "auto")
+    keep, restarts, batch_size = options.get("keep", "best"), options.get("restarts", 1), options.get("batch_size")
     if precision not in get_args(Precision):
         raise ValueError(f"precision must be 'auto', 'float32' or 'mixed', got {precision!r}")
     if ball.box is not None:
@@ -250,8 +252,9 @@ def check_options(
         if low < ball.box[0] or high > ball.box[1]:
             raise ValueError(f"start must lie in the ball's box {ball.box}, got values from {low:.4g} to {high:.4g}")
     check_counts(steps=steps, restarts=restarts, batch_size=batch_size)
-    if first is not None and first.shape != start.shape:
-        raise ValueError(f"first must have the start's shape {tuple(start.shape)}, got {tuple(first.shape)}")
+    if first is not None and (not isinstance(first, Tensor) or first.shape != start.shape):
+        given = tuple(first.shape) if isinstance(first, Tensor) else f"a {type(first).__name__}"
+        raise ValueError(f"first must have the start's shape {tuple(start.shape)}, got {given}")
     if keep not in ("best", "last"):
         raise ValueError(f"keep must be 'best' or 'last', got {keep!r}")
     if keep == "last" and restarts > 1:

@@ -200,6 +200,26 @@ def test_another_stepper_can_be_given() -> None:
     assert float(found.distance("linf").max()) == pytest.approx(0.03, abs=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"batch_size": 2.5}, "batch_size must be a whole number of at least 1, got 2.5"),
+        ({"batch_size": "8"}, "batch_size must be a whole number of at least 1, got '8'"),
+        ({"precision": "half"}, "precision must be 'auto', 'float32' or 'mixed', got 'half'"),
+        ({"steps": 0}, "steps must be a whole number of at least 1, got 0"),
+        ({"first": [1, 2]}, r"first must have the start's shape \(4, 3, 8, 8\), got a list"),
+    ],
+    ids=str,
+)
+def test_bad_options_are_refused_before_anything_is_encoded(options: dict[str, Any], said: str) -> None:
+    def encoder(x: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("nothing is to be encoded")
+
+    images = torch.rand(4, 3, 8, 8)
+    with pytest.raises(ValueError, match=said):
+        collide(encoder, images, images, L2(1.0), **options)
+
+
 def test_bad_input_is_refused() -> None:
     encoder, (start, target) = LinearEncoder(), pair()
     with pytest.raises(ValueError, match=r"start and target must have the same shape, got \(4, 3, 4, 4\) and \(3, 3"):

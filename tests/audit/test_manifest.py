@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from small_audit import BOTH, finished
+from torch import Tensor, nn
 
 from gatecrash.audit.job import as_set
 from gatecrash.audit.main import attack_plans
 from gatecrash.audit.manifest import manifest_of, precision_path
+from gatecrash.detectors import MSP
+from gatecrash.encoder import Encoder
 
 SETS = {"inliers": as_set(torch.rand(2, 1, 10, 10), "grey")}
 WIDE, NARROW = {"norm": "l2", "eps": 1.0}, {"norm": "linf", "eps": 1 / 255}
@@ -19,6 +24,7 @@ SCORE = {"name": "admit", "ball": NARROW, "steps": 50}
 SUITE = {"name": "worst_case", "ball": NARROW}
 
 PLAIN = "float32, the networks as they are"
+COPIES = "float32, prepared copies of the networks, where there can be one, for the steps of"
 
 
 @pytest.mark.parametrize(
@@ -29,14 +35,13 @@ PLAIN = "float32, the networks as they are"
         ("cuda", "float32", [COLLISION], PLAIN),
         ("cuda", "auto", [], PLAIN),
         ("cuda", "auto", [SHORT, SUITE | {"budget": "quick"}], PLAIN),
-        ("cuda:1", "auto", [SHORT, SCORE], "float32, prepared copies of the networks for the steps of admit"),
-        ("cuda", "auto", [SUITE], "float32, prepared copies of the networks for the steps of worst case, standard"),
+        ("cuda:1", "auto", [SHORT, SCORE], f"{COPIES} admit"),
+        ("cuda", "auto", [SUITE], f"{COPIES} worst case, standard"),
         (
             "cuda",
             "auto",
             [COLLISION, SCORE],
-            "float32, prepared copies of the networks for the steps of collide logits, admit, at most 97% of them in "
-            "bf16 in collide logits",
+            f"{COPIES} collide logits, admit, at most 97% of them in bf16 in collide logits",
         ),
     ],
 )
@@ -49,3 +54,26 @@ def test_the_path_is_named_with_the_attacks_that_take_it(
 def test_the_manifest_carries_it() -> None:
     about: dict[str, Any] = {"seed": 0, "networks": {}, "sets": SETS, "attacks": (), "precision": "float32"}
     assert manifest_of(device=torch.device("cpu"), **about)["precision"] == PLAIN
+
+
+class Blocks(nn.Module):
+    """A network with a chain of blocks, as a transformer has one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(nn.Linear(36, 36), nn.Linear(36, 36))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The last block's output."""
+        output: Tensor = self.blocks(x.flatten(1))
+        return output
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_a_network_that_is_checkpointed_has_no_copies(checkpointing: bool) -> None:
+    encoder = Encoder(Blocks(), checkpointing=checkpointing)
+    job, _, _ = finished({"it": MSP(encoder)}, [BOTH | {"steps": 1}])
+    job = replace(job, encoder=encoder, features=encoder)
+    assert job.prepares is not checkpointing
+    path = precision_path(torch.device("cuda"), "auto", attack_plans([COLLISION]), SETS, prepares=job.prepares)
+    assert (path == PLAIN) is checkpointing

@@ -21,7 +21,7 @@ from gatecrash.metrics import mape
 from gatecrash.objective import MatchLatent, squared_difference
 from gatecrash.portions import in_portions
 from gatecrash.protocols import Encoder, Latent, Stepper, as_vector, detached, joined, leaves, rows_of
-from gatecrash.search import SearchOptions, search
+from gatecrash.search import SearchOptions, check_options, search
 from gatecrash.speed import current_pace, full_float32, is_exact
 from gatecrash.stepper import Adamax, ScheduleName
 
@@ -77,6 +77,7 @@ def collide(
     check_ball(ball)
     if not callable(encoder):
         raise TypeError(f"encoder must be a network, an Encoder or a function of images, got {encoder!r}")
+    check_options(start, ball, steps, **options)  # before there is work
     network: Encoder = as_encoder(encoder) if isinstance(encoder, nn.Module) else encoder
     with full_float32():
         goal = latents(network, target, options.get("batch_size"))

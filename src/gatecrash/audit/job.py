@@ -64,11 +64,20 @@ class Job:
     @property
     def networks(self) -> dict[str, str]:
         """The SHA-256 of every network's weights, and of every detector without one."""
-        first = [] if self.encoder is None else [self.encoder]
-        encoders = [*first, *(part for detector in self.detectors.values() for part in encoders_in(detector))]
         alone = [detector for detector in self.detectors.values() if not encoders_in(detector)]
-        models = {id(model): model for model in [*(encoder.model for encoder in encoders), *alone]}
+        models = {id(model): model for model in [*(encoder.model for encoder in self.encoders), *alone]}
         return {f"{type(model).__name__} {number}": hash_of(model) for number, model in enumerate(models.values())}
+
+    @property
+    def encoders(self) -> list[Encoder]:
+        """The network's and those of the detectors."""
+        first = [] if self.encoder is None else [self.encoder]
+        return [*first, *(part for detector in self.detectors.values() for part in encoders_in(detector))]
+
+    @property
+    def prepares(self) -> bool:
+        """Whether a network may be run as a prepared copy: one that is not checkpointed, and that an encoder reads."""
+        return any(not encoder.checkpointing for encoder in self.encoders)
 
     @property
     def output(self) -> Encoder:

@@ -159,6 +159,7 @@ def measure_and_write(job: Job, bundle: Bundle, *, resume: bool) -> Results:
         sets=job.sets,
         attacks=job.attacks,
         precision=job.precision,
+        prepares=job.prepares,
     )
     done = carry_out(
         bundle, job.plan, manifest, job.seed, lambda: rehearse(job), lambda work: measure(job, work), resume=resume

@@ -27,12 +27,16 @@ def manifest_of(
     sets: Mapping[str, ImageSet],
     attacks: Sequence[AttackPlan],
     precision: SearchPrecision,
+    prepares: bool = True,
 ) -> dict[str, Any]:
-    """The manifest of a run; the same again has the same one, apart from `device`, `precision` and `versions`."""
+    """The manifest of a run; the same again has the same one, apart from `device`, `precision` and `versions`.
+
+    `prepares` says whether a network may be run as a prepared copy at all.
+    """
     return {
         "seed": seed,
         "device": device_name(device),
-        "precision": precision_path(device, precision, attacks, sets),
+        "precision": precision_path(device, precision, attacks, sets, prepares=prepares),
         "versions": versions(),
         "code_sha256": code_hash(),
         "networks": dict(networks),
@@ -45,15 +49,20 @@ def manifest_of(
 
 
 def precision_path(
-    device: torch.device, precision: SearchPrecision, attacks: Sequence[AttackPlan], sets: Mapping[str, ImageSet]
+    device: torch.device,
+    precision: SearchPrecision,
+    attacks: Sequence[AttackPlan],
+    sets: Mapping[str, ImageSet],
+    *,
+    prepares: bool = True,
 ) -> str:
     """The precision that numbers come from, and the attacks that a GPU takes on prepared copies of the networks."""
     fast = [attack for attack in attacks if is_long(attack)]
-    if device.type != "cuda" or precision == "float32" or not fast:
+    if device.type != "cuda" or precision == "float32" or not fast or not prepares:
         return "float32, the networks as they are"
     pixels = next(iter(sets.values())).x[0].numel()
     half = [attack for attack in fast if is_wide(attack, pixels)]
-    words = f"float32, prepared copies of the networks for the steps of {named(fast)}"
+    words = f"float32, prepared copies of the networks, where there can be one, for the steps of {named(fast)}"
     return f"{words}, at most {FAR_ANNEALED:.0%} of them in bf16 in {named(half)}" if half else words
 
 
