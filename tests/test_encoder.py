@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from torchvision.models import DenseNet, ResNet
 from torchvision.models.resnet import BasicBlock
 
 import gatecrash as gate
+from gatecrash import speed
 from gatecrash.encoder import Encoder, Head, as_encoder
 from gatecrash.images import resized
 
@@ -880,3 +882,21 @@ def test_a_network_that_begins_to_write_into_its_input_is_caught() -> None:
     encoder(x)
     with pytest.raises(ValueError, match="writes into its input in some passes"):
         encoder(x)
+
+
+def test_a_search_looks_at_a_network_once_and_the_next_one_again() -> None:
+    network = nn.Sequential(nn.Flatten(), nn.Linear(12, 4), nn.Dropout(0.5)).eval()
+    encoder, images = Encoder(network), torch.rand(3, 3, 2, 2)
+    calm = encoder(images)
+    with speed.unchanged():
+        assert torch.equal(encoder(images), calm)
+    network.train()
+    for _ in range(2):
+        with speed.unchanged():
+            assert torch.equal(encoder(images), calm) and torch.equal(encoder(images), calm)
+        assert torch.equal(encoder(images), calm)
+    assert all(module.training for module in network.modules())
+    network.double()
+    with speed.unchanged():
+        torch.testing.assert_close(encoder(images).float(), calm)
+    assert torch.equal(pickle.loads(pickle.dumps(encoder))(images), encoder(images))

@@ -126,7 +126,7 @@ def search(
                 rows = torch.arange(offset, offset + len(part), device=start.device)
                 limit = stop.to(rows.device)[rows] if isinstance(stop, Tensor) and stop.ndim == 1 else stop
                 origin = None if first is None else first[rows].detach()
-                with unchanged() if mixed else laid_out(really=precision == "auto" and not is_plainly()):
+                with unchanged(), laid_out(really=not mixed and precision == "auto" and not is_plainly()):
                     found.append(_climb(settings, part, origin, rows, limit, source, bar))
                 offset += len(part)
         return joined(found)
