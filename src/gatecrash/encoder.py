@@ -32,7 +32,7 @@ _ABOUT_SHAPES = re.compile("shape|size|channel|dimension", re.IGNORECASE)
 
 
 class _Seen(NamedTuple):
-    """Where the weights of a network are, in which precision, and whether all of it is in eval mode already."""
+    """Where the weights of a network are, in which precision, and whether all of it is known to be in eval mode."""
 
     block: object
     device: torch.device | None
@@ -164,8 +164,6 @@ class Encoder(nn.Module):
         if spares != self._spares_inputs:  # a module takes as long to set an attribute as a small layer to run
             self._spares_inputs = spares
         own = type(self.model).__name__
-        if not self._taps:
-            return (first_tensor(output, own),)
         return tuple(
             [first_tensor(output, own) if name is None else self._output_of(name, outputs) for name in self._names]
         )
@@ -177,7 +175,7 @@ class Encoder(nn.Module):
         return self._latent(self.layer, output_of(self.layer))
 
     def _latent(self, name: str | None, output: Any) -> Tensor:
-        z = upcast(output if isinstance(output, Tensor) else first_tensor(output, name or type(self.model).__name__))
+        z = upcast(first_tensor(output, name or type(self.model).__name__))
         z = z if name is None else pooled(z, self.pool)
         return z.contiguous() if is_laid_out() else z
 
@@ -206,10 +204,10 @@ class Encoder(nn.Module):
             return seen
         parameter = first_floating(self.model)
         device, dtype = (None, None) if parameter is None else (parameter.device, parameter.dtype)
-        seen = _Seen(block, device, dtype, calm=not any(module.training for module in every_module(self.model)))
-        if block is not None:
-            self._seen = seen
-        return seen
+        if block is None:
+            return _Seen(None, device, dtype, calm=False)
+        self._seen = _Seen(block, device, dtype, not any(module.training for module in every_module(self.model)))
+        return self._seen
 
     def _follow(self, device: torch.device) -> None:
         """Move mean and std for good to where the images are: a copy in every pass would make the host wait."""

@@ -161,10 +161,9 @@ def run_from(
             play.take(x, play.value, settings.keep)
             bar.advance()
             break
-        if half.end:
-            half.review(step, partial(_roughness, settings, play, step))
-            if 0 < step == half.end:
-                _restate(play, state, try_out(play.x))
+        half.review(step, partial(_roughness, settings, play, step))
+        if 0 < step == half.end:
+            _restate(play, state, try_out(play.x))
         with_gradient = settings.stepper.needs_gradient and not last
         value, gradient = evaluate(settings, x, play.rows, pace(), with_gradient)
         if held.start_value is None:
@@ -172,7 +171,7 @@ def run_from(
             held.start_value = value
         play.evaluations += play.count
         play.take(x, value, settings.keep)
-        if half.end and gradient is not None:
+        if gradient is not None:
             half.note(step, gradient)
         if held.trajectory is not None:
             _record(held.trajectory, step, play)

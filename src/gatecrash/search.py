@@ -93,9 +93,9 @@ def search(
     Raises:
         ValueError: the start is no batch of images, the objective is NaN at it or has no gradient, or an option is off.
     """
+    check_start(start, ball)
     check_options(
         start,
-        ball,
         steps,
         first=first,
         restarts=restarts,
@@ -239,18 +239,22 @@ def change_per_pixel(ball: Ball, pixels: int) -> float:
     return smallest / math.sqrt(pixels) if isinstance(ball, L2) else smallest
 
 
-def check_options(start: Tensor, ball: Ball, steps: int, **options: Unpack[SearchOptions]) -> None:
-    """Raises a ValueError for whatever a search cannot start with."""
-    first, stop, precision = options.get("first"), options.get("stop"), options.get("precision", "auto")
-    keep, restarts, batch_size = options.get("keep", "best"), options.get("restarts", 1), options.get("batch_size")
-    if precision not in get_args(Precision):
-        raise ValueError(f"precision must be 'auto', 'float32' or 'mixed', got {precision!r}")
+def check_start(start: Tensor, ball: Ball) -> None:
+    """Raises a ValueError for points that are no images of the ball's box."""
     if ball.box is not None:
         check_images(start, "start")
     if ball.box is not None and (ball.box[0] > 0 or ball.box[1] < 1):
         low, high = (float(bound) for bound in torch.aminmax(start.detach()))
         if low < ball.box[0] or high > ball.box[1]:
             raise ValueError(f"start must lie in the ball's box {ball.box}, got values from {low:.4g} to {high:.4g}")
+
+
+def check_options(start: Tensor, steps: int, **options: Unpack[SearchOptions]) -> None:
+    """Raises a ValueError for options that no search takes, or none from such a start; looks at no image."""
+    first, stop, precision = options.get("first"), options.get("stop"), options.get("precision", "auto")
+    keep, restarts, batch_size = options.get("keep", "best"), options.get("restarts", 1), options.get("batch_size")
+    if precision not in get_args(Precision):
+        raise ValueError(f"precision must be 'auto', 'float32' or 'mixed', got {precision!r}")
     check_counts(steps=steps, restarts=restarts, batch_size=batch_size)
     if first is not None and (not isinstance(first, Tensor) or first.shape != start.shape):
         given = tuple(first.shape) if isinstance(first, Tensor) else f"a {type(first).__name__}"

@@ -37,6 +37,19 @@ class Brightness(Detector):
         return leaves(z)[0].mean(dim=1)
 
 
+class Noisy(Brightness):
+    """The same with some chance in it, by default so much that it is mostly that."""
+
+    def __init__(self, noise: float = 1.0) -> None:
+        super().__init__()
+        self.noise = noise
+
+    def judge(self, z: Latent) -> Tensor:
+        """The mean pixel and a random number, (B,)."""
+        score = super().judge(z)
+        return score + self.noise * torch.randn_like(score)
+
+
 class Counted(nn.Module):
     """A network, and how many images it and its copies have seen."""
 

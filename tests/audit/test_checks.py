@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_audit import BOTH, BRIGHT, DARK, EPS, Brightness, evidence_for, finished, levels
+from small_audit import BOTH, BRIGHT, DARK, EPS, Brightness, Noisy, evidence_for, finished, levels
 from torch import Tensor
 
 from gatecrash.attacks.worst_case import BUDGETS
@@ -70,14 +70,6 @@ class Constant(Brightness):
     def judge(self, z: Latent) -> Tensor:
         score = super().judge(z)
         return score - score.detach()
-
-
-class Noisy(Brightness):
-    """A randomised score."""
-
-    def judge(self, z: Latent) -> Tensor:
-        score = super().judge(z)
-        return score + 1e-4 * torch.randn_like(score)
 
 
 class Quantised(Brightness):
@@ -195,7 +187,7 @@ SICK: list[tuple[str, set[str], Callable[[], Evidence], str]] = [
     ("collision_is_real", {"gradient_flows", "unbounded_breaks", "iterative_beats_single"}, lambda: evidence_for(Constant(), BOTH, COLLISION), "the score is constant"),
     ("collision_is_real", set(), lambda: evidence_for(Brightness(), BOTH, COLLISION | {"ball": {"norm": "l2", "eps": [1, 3]}}), "0.62 eps away, so the ball holds them"),
     ("collision_is_real", set(), lambda: evidence_for(Brightness(), BOTH, COLLISION, outliers=levels(0.3, 0.6, seed=1)), "under 0.8 for it 0.7"),
-    ("deterministic", set(), lambda: evidence_for(Noisy()), "averaged over draws"),
+    ("deterministic", set(), lambda: evidence_for(Noisy(1e-4)), "averaged over draws"),
     ("planted", set(), lambda: evidence_for(Chaotic()), "for 0% of 32 images"),
     ("pixel_budget", set(), lambda: in_normalised_units(evidence_for(Brightness()), std=0.5), "is 0.2 from its start in linf, and eps is 0.1"),
     ("both_sides", set(), lambda: evidence_for(Brightness(), BOTH | {"side": "out"}), "no attack on side in or both"),
@@ -420,7 +412,7 @@ def test_a_real_certificate_proves_nothing_where_an_outlier_may_become_an_inlier
 
 def test_averaging_over_draws_is_reported_with_their_number() -> None:
     evidence = evidence_for(Brightness())
-    evidence.job.detectors["it"] = Expected(Noisy(), draws=7)
+    evidence.job.detectors["it"] = Expected(Noisy(1e-4), draws=7)
     check = CHECKS["deterministic"](evidence)
     assert check["status"] == "pass"
     assert check["sentence"].startswith("it: scores and gradients are averaged over 7 draws, and scored again")
@@ -477,7 +469,7 @@ def test_a_gradient_that_only_tf32_spoils_is_a_warning_that_names_it() -> None:
 
 def test_a_single_draw_is_no_average() -> None:
     evidence = evidence_for(Brightness())
-    evidence.job.detectors["it"] = Expected(Noisy(), draws=1)
+    evidence.job.detectors["it"] = Expected(Noisy(1e-4), draws=1)
     assert CHECKS["deterministic"](evidence)["status"] == "fail"
 
 

@@ -62,10 +62,10 @@ class Scale(nn.Module):
 
 
 class Named(nn.Module):
-    """The mean pixel, of images that are given by name."""
+    """The mean pixel, of images that are given by name; of several batches, that of the first."""
 
-    def forward(self, *, pixels: Tensor) -> Tensor:
-        return pixels.flatten(1).mean(dim=1)
+    def forward(self, *, pixels: Tensor | tuple[Tensor, ...]) -> Tensor:
+        return leaves(pixels)[0].flatten(1).mean(dim=1)
 
 
 class ByName(Bare):
@@ -164,7 +164,9 @@ def test_modules_may_be_called_with_names_or_with_nothing() -> None:
     assert networks == [detector.means, detector.scale]
     with counting(networks) as meter:
         detector(blank(3))
-    assert meter.passes == 3
+        assert meter.passes == 3
+        detector.means(pixels=(blank(5), blank(5)))
+    assert meter.passes == 8
     job, measured, rows = finished({"it": detector}, [BOTH])
     assert not [check for check in run_checks(job, measured, rows) if "tuple index" in check["sentence"]]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_audit import BOTH, BRIGHT, DARK, EPS, Brightness, evidence_for, finished, levels
+from small_audit import BOTH, BRIGHT, DARK, EPS, Brightness, Noisy, evidence_for, finished, levels
 from torch import Tensor
 
 from gatecrash import portions
@@ -22,32 +22,8 @@ __all__ = ["one_thread"]
 PIXELS = 36
 
 
-class Noisy(Brightness):
-    """A score that is mostly chance."""
-
-    def judge(self, z: Latent) -> Tensor:
-        score = super().judge(z)
-        return score + torch.randn_like(score)
-
-
-class Murmuring(Brightness):
-    """A score with a little chance in it."""
-
-    def judge(self, z: Latent) -> Tensor:
-        score = super().judge(z)
-        return score + 1e-3 * torch.randn_like(score)
-
-
-class NoisyOrInfinite(Brightness):
-    """A score with some chance in it, and without end where an image is bright."""
-
-    def judge(self, z: Latent) -> Tensor:
-        score = super().judge(z)
-        return torch.where(score > 0.75, torch.inf, score + 1e-2 * torch.randn_like(score))
-
-
-class Endless(Brightness):
-    """A score without end where an image is bright, always the same."""
+class Endless(Noisy):
+    """A score without end where an image is bright, and random elsewhere or not."""
 
     def judge(self, z: Latent) -> Tensor:
         score = super().judge(z)
@@ -281,9 +257,9 @@ def test_a_latent_may_hold_one_number_per_image() -> None:
 
 def test_an_infinite_score_does_not_hide_a_random_one() -> None:
     outliers = levels(0.6, 0.9, seed=1)
-    check = CHECKS["deterministic"](evidence_for(NoisyOrInfinite(), outliers=outliers))
+    check = CHECKS["deterministic"](evidence_for(Endless(noise=0.01), outliers=outliers))
     assert check["status"] == "fail", check["sentence"]
-    check = CHECKS["deterministic"](evidence_for(Endless(), outliers=outliers))
+    check = CHECKS["deterministic"](evidence_for(Endless(noise=0.0), outliers=outliers))
     assert (check["status"], "differ by 0." in check["sentence"]) == ("pass", True), check["sentence"]
 
 
@@ -291,7 +267,7 @@ def test_an_ensemble_of_averages_over_draws_is_one() -> None:
     ensemble = ScoreEnsemble([Expected(Noisy(), draws=4, seed=seed) for seed in (0, 1)])
     follows = CHECKS["score_is_attacked"](evidence_for(ensemble))
     assert follows["status"] == "pass", follows["sentence"]
-    calm = ScoreEnsemble([Expected(Murmuring(), draws=draws) for draws in (16, 8)])
+    calm = ScoreEnsemble([Expected(Noisy(1e-3), draws=draws) for draws in (16, 8)])
     steady = CHECKS["deterministic"](evidence_for(calm))
     assert steady["status"] == "pass", steady["sentence"]
     assert "averaged over 8 draws" in steady["sentence"]

@@ -77,7 +77,7 @@ def collide(
     check_ball(ball)
     if not callable(encoder):
         raise TypeError(f"encoder must be a network, an Encoder or a function of images, got {encoder!r}")
-    check_options(start, ball, steps, **options)  # before there is work
+    check_options(start, steps, **options)  # before there is work
     network: Encoder = as_encoder(encoder) if isinstance(encoder, nn.Module) else encoder
     with full_float32():
         goal = latents(network, target, options.get("batch_size"))

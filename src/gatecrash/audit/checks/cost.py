@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -31,8 +31,8 @@ def counting(networks: Iterable[nn.Module]) -> Iterator[Meter]:
 
     # A closure and not a method: a copy of a network keeps its hooks, and must not get a meter of its own.
     def count(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        given = (value for value in (*args, *named.values()) if isinstance(value, Tensor) and value.ndim > 0)
-        meter.passes += next((len(value) for value in given), 0)
+        given = (part for value in (*args, *named.values()) for part in parts_in(value))
+        meter.passes += next((len(part) for part in given if isinstance(part, Tensor) and part.ndim > 0), 0)
 
     handles = [network.register_forward_pre_hook(count, with_kwargs=True) for network in networks]
     try:
@@ -40,6 +40,11 @@ def counting(networks: Iterable[nn.Module]) -> Iterator[Meter]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def parts_in(value: object) -> Sequence[object]:
+    """What a network is given by one argument: several things, or one."""
+    return value if isinstance(value, tuple | list) else (value,)
 
 
 def networks_of(detectors: Iterable[Detector], images: Tensor) -> list[nn.Module]:
