@@ -171,6 +171,8 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--networks", nargs="+", choices=list(NETWORKS), default=list(NETWORKS))
     asked = parser.parse_args()
+    if asked.out:
+        asked.out.parent.mkdir(parents=True, exist_ok=True)
     results = {}
     for network in asked.networks:
         results[network] = compare(network, asked.rounds, asked.steps, asked.batch, asked.device)

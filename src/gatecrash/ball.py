@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gatecrash.fused import fused
+from gatecrash.images import extremes
 from gatecrash.registry import Registry
 from gatecrash.speed import current_pace
 
@@ -226,7 +227,7 @@ def waits(tensor: Tensor) -> bool:
 
 def all_between(x: Tensor, low: float, high: float) -> bool:
     """Whether all numbers lie between two, by one look at them; NaN does not."""
-    least, most = (float(bound) for bound in torch.aminmax(x))
+    least, most = extremes(x)
     return low <= least and most <= high
 
 

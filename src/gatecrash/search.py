@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gatecrash.ball import L2, Ball, waits
 from gatecrash.found import Found, Trajectory, joined
-from gatecrash.images import check_images
+from gatecrash.images import check_images, extremes
 from gatecrash.play import Run, Settings, check_start_value, evaluate, run_from, still
 from gatecrash.portions import Portions
 from gatecrash.progress import Bar, progress
@@ -244,7 +244,7 @@ def check_start(start: Tensor, ball: Ball) -> None:
     if ball.box is not None:
         check_images(start, "start")
     if ball.box is not None and (ball.box[0] > 0 or ball.box[1] < 1):
-        low, high = (float(bound) for bound in torch.aminmax(start.detach()))
+        low, high = extremes(start)
         if low < ball.box[0] or high > ball.box[1]:
             raise ValueError(f"start must lie in the ball's box {ball.box}, got values from {low:.4g} to {high:.4g}")
 
