@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -22,7 +21,6 @@ from torchvision.models import DenseNet, ResNet
 from torchvision.models.resnet import BasicBlock
 
 import gatecrash as gate
-from gatecrash import speed
 from gatecrash.encoder import Encoder, Head, as_encoder
 from gatecrash.images import resized
 
@@ -884,19 +882,40 @@ def test_a_network_that_begins_to_write_into_its_input_is_caught() -> None:
         encoder(x)
 
 
-def test_a_search_looks_at_a_network_once_and_the_next_one_again() -> None:
-    network = nn.Sequential(nn.Flatten(), nn.Linear(12, 4), nn.Dropout(0.5)).eval()
+def test_a_search_leaves_a_training_network_alone_that_two_encoders_share() -> None:
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    backbone = nn.Sequential(*layers)  # in training mode, as torch makes it
+    features = Encoder(backbone)
+    classifier = Encoder(nn.Sequential(features, nn.Linear(8, 4)))
+    x, y = torch.rand(16, 3, 8, 8), torch.arange(16) % 4
+    members = [gate.detectors.MSP(classifier), gate.detectors.Mahalanobis(features).fit((x, y))]
+    both = gate.detectors.ScoreEnsemble(members).fit((x, y))
+    scores = both.scores(x)
+    before = {name: value.clone() for name, value in backbone.state_dict().items()}
+    found = gate.evict(both, x, gate.Linf(8 / 255), steps=5)
+    torch.testing.assert_close(found.start_score, scores, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(found.score, both.scores(found.x), rtol=1e-3, atol=1e-3)
+    assert all(torch.equal(value, before[name]) for name, value in backbone.state_dict().items())
+    assert all(module.training for module in backbone.modules())
+
+
+def test_a_network_that_changes_its_mode_inside_a_search_runs_in_eval_mode_all_the_same() -> None:
+    network = nn.Sequential(nn.Flatten(), nn.Linear(12, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)).eval()
     encoder, images = Encoder(network), torch.rand(3, 3, 2, 2)
     calm = encoder(images)
-    with speed.unchanged():
-        assert torch.equal(encoder(images), calm)
-    network.train()
-    for _ in range(2):
-        with speed.unchanged():
-            assert torch.equal(encoder(images), calm) and torch.equal(encoder(images), calm)
-        assert torch.equal(encoder(images), calm)
-    assert all(module.training for module in network.modules())
-    network.double()
-    with speed.unchanged():
-        torch.testing.assert_close(encoder(images).float(), calm)
-    assert torch.equal(pickle.loads(pickle.dumps(encoder))(images), encoder(images))
+
+    def restless(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        before = encoder(x)
+        network.train()
+        z = encoder(x)
+        network.eval()
+        assert torch.equal(z, before)
+        return z.sum(dim=1)
+
+    found = gate.search(
+        restless, images, gate.Linf(0.1), stepper=gate.Sign(), steps=1, keep="last", precision="float32"
+    )
+    torch.testing.assert_close(found.start_value, calm.sum(dim=1))
+    torch.testing.assert_close(found.value, encoder(found.x).sum(dim=1))
+    assert int(network[2].num_batches_tracked) == 0

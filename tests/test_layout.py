@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 import gatecrash as gate
 from gatecrash import Encoder, Linf
@@ -78,6 +79,42 @@ def test_a_network_that_wants_its_channels_first_gets_them(how: str) -> None:
     assert network.last[:2] == [False, True] and len(network.last) == 8 and not any(network.last[2:])
     wanted = gate.evict(Energy(Watched()), pictures(), Linf(0.1), steps=5, precision="float32")
     torch.testing.assert_close(found.x, wanted.x, rtol=0, atol=1e-6)
+
+
+class Sized(nn.Module):
+    """A convolution after which small maps are seen as vectors, which wants channels first, and larger ones averaged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.linear = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(4 * 64, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        maps = self.conv(x)
+        maps = maps.view(len(x), -1) if maps.shape[-1] == 8 else maps.unflatten(2, (8, -1)).mean(3)[..., ::2].flatten(1)
+        return self.linear(maps)
+
+
+def test_images_of_another_size_are_tried_anew() -> None:
+    detector = Energy(Sized())
+    for side in (16, 8):
+        x = torch.rand(4, 3, side, side)
+        found = gate.evict(detector, x, Linf(0.1), steps=3)
+        wanted = gate.evict(detector, x, Linf(0.1), steps=3, precision="float32")
+        torch.testing.assert_close(found.x, wanted.x, rtol=0, atol=1e-6)
+
+
+def test_forward_mode_differentiation_goes_through_the_network() -> None:
+    encoder, x = Encoder(Watched()), pictures()
+
+    def along(x: Tensor, rows: Tensor) -> Tensor:
+        with forward_ad.dual_level():
+            z = encoder(forward_ad.make_dual(x, torch.ones_like(x)))
+            return forward_ad.unpack_dual(z).tangent.square().sum(dim=1)
+
+    found = gate.search(along, x, Linf(0.1), stepper=gate.Sign(), steps=2, keep="last", measure=False)
+    wanted = gate.search(along, x, Linf(0.1), stepper=gate.Sign(), steps=2, keep="last", precision="float32")
+    torch.testing.assert_close(found.x, wanted.x)
 
 
 def test_a_gradient_has_its_channels_first() -> None:

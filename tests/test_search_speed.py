@@ -16,7 +16,7 @@ from gatecrash.objective import MatchLatent
 from gatecrash.prepared import facts, preparing
 from gatecrash.protocols import Stepper
 from gatecrash.search import LOOK_EVERY, change_per_pixel, pays_off
-from gatecrash.speed import current_pace
+from gatecrash.speed import current_pace, is_exact
 from gatecrash.stepper import Square
 from gatecrash.training.exposure import Inner
 from gatecrash.training.jem import langevin
@@ -116,6 +116,34 @@ def test_the_host_waits_at_looks_only(
     assert waited == ([1] if stop is None else [1, 8, 15, 22])
     if stop is not None:
         assert all(later > before for before, later in pairwise(every))
+
+
+def test_looks_are_ten_steps_apart_where_the_host_would_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_on_a_device(monkeypatch, LOOK_EVERY)
+    few = looks_before_every_evaluation(Sign(0.01), Linf(0.2), EASY_TO_HARD)
+    assert [step for step in range(1, len(few)) if few[step] > few[step - 1]] == [1, 11, 21]
+
+
+@pytest.mark.parametrize("stop", [None, 1e9, "some"], ids=str)
+def test_what_a_mixed_search_reports_is_evaluated_without_tf32(stop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    torch.manual_seed(0)
+    encoder = Encoder(nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3)))
+    objective = MatchLatent(encoder, encoder(images().flip(0)).detach())  # type: ignore[union-attr]
+    start = objective(images(), torch.arange(8)).detach()
+    stop = torch.where(torch.arange(8) < 4, 0.9 * start, -1.0) if stop == "some" else stop
+    exact = []
+
+    def watched(x: Tensor, rows: Tensor) -> Tensor:
+        if current_pace() == "plain":
+            exact.append(is_exact())
+        return objective(x, rows)
+
+    with preparing(devices=("cpu",), compile_after=None):
+        found = search(watched, images(), L2(0.5), stepper=Adamax(), steps=20, stop=stop, precision="mixed")
+    assert len(exact) >= 2 and all(exact)
+    assert torch.backends.cudnn.allow_tf32
+    assert bool(found.success.any())
 
 
 @pytest.mark.parametrize("stepper", [Adamax(), Apgd(), Sign(0.01)], ids=lambda s: type(s).__name__)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 
@@ -18,7 +17,7 @@ from gatecrash.errors import first_line
 from gatecrash.images import check_form, resized
 from gatecrash.layout import laid_out_for
 from gatecrash.protocols import Latent
-from gatecrash.speed import current_block, is_laid_out
+from gatecrash.speed import is_laid_out
 from gatecrash.taps import evaluating as evaluating
 from gatecrash.taps import every_module, require_python
 from gatecrash.taps import first_tensor as first_tensor
@@ -29,15 +28,6 @@ Pool = Literal["mean", "flatten"] | None
 
 _ABOUT_SHAPES = re.compile("shape|size|channel|dimension", re.IGNORECASE)
 """What torch says when images do not fit a layer."""
-
-
-class _Seen(NamedTuple):
-    """Where the weights of a network are, in which precision, and whether all of it is known to be in eval mode."""
-
-    block: object
-    device: torch.device | None
-    dtype: torch.dtype | None
-    calm: bool
 
 
 class Head(NamedTuple):
@@ -106,8 +96,6 @@ class Encoder(nn.Module):
         self._names = tuple(dict.fromkeys(self.layers or (None,)))
         self._spares_inputs = False
         """Whether the network was seen to leave what it reads alone, so that it may read the caller's images."""
-        self._seen: _Seen | None = None
-        """What the network was like when it was last looked at."""
 
     @property
     def layers(self) -> tuple[str | None, ...]:
@@ -152,7 +140,7 @@ class Encoder(nn.Module):
     def _outputs(self, inputs: Tensor) -> tuple[Tensor, ...]:
         """The outputs of the tapped layers, each once, as the network itself gives them."""
         version = version_of(inputs)
-        with nullcontext() if self._looked_at().calm else evaluating(self.model):
+        with evaluating(self.model):
             output, outputs = self._recorded(inputs) if self._taps else (self._run(inputs), {})
         wrote = version_of(inputs) != version
         if wrote and self._spares_inputs:
@@ -180,8 +168,8 @@ class Encoder(nn.Module):
         return z.contiguous() if is_laid_out() else z
 
     def _inputs(self, images: Tensor) -> Tensor:
-        seen = self._looked_at()
-        device = self.device if seen.device is None else seen.device
+        parameter = first_floating(self.model)
+        device = self.device if parameter is None else parameter.device
         if device is not None and device != images.device:
             where = f"the images are on {images.device}, the network on {device}"
             raise ValueError(f"{where}; move one: x.to({str(device)!r})")
@@ -192,22 +180,10 @@ class Encoder(nn.Module):
             x = x - per_channel(mean, x, "mean")
         if std is not None:
             x = x / per_channel(std, x, "std")
-        x = x if seen.dtype is None or seen.dtype == x.dtype else x.to(seen.dtype)
+        x = x if parameter is None or parameter.dtype == x.dtype else x.to(parameter.dtype)
         x = laid_out_for(self.model, x)
         # A network may write into its input (x -= 0.5), and the images are the caller's.
         return x.clone() if x is images and (x.is_inference() or not self._spares_inputs) else x
-
-    def _looked_at(self) -> _Seen:
-        """What the network is like; inside a block in which no network changes it is looked at once."""
-        block, seen = current_block(), self._seen
-        if seen is not None and block is not None and seen.block is block:
-            return seen
-        parameter = first_floating(self.model)
-        device, dtype = (None, None) if parameter is None else (parameter.device, parameter.dtype)
-        if block is None:
-            return _Seen(None, device, dtype, calm=False)
-        self._seen = _Seen(block, device, dtype, not any(module.training for module in every_module(self.model)))
-        return self._seen
 
     def _follow(self, device: torch.device) -> None:
         """Move mean and std for good to where the images are: a copy in every pass would make the host wait."""

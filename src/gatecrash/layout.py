@@ -8,31 +8,30 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from gatecrash.speed import is_laid_out
+from gatecrash.speed import is_laid_out, is_transformed
 from gatecrash.taps import evaluating, every_module, first_tensor
 
 ROUNDING = 1e-3
 """How far, as a share of the largest, outputs may differ that two passes of one network give."""
 
-_bears: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-"""Whether a network has convolutions, and was seen to give the same in both layouts."""
+_bears: WeakKeyDictionary[nn.Module, dict[torch.Size, bool]] = WeakKeyDictionary()
+"""Whether a network has convolutions, and was seen to give the same in both layouts, for images of a shape."""
 
 
 def laid_out_for(model: nn.Module, x: Tensor) -> Tensor:
     """What a network reads, with its channels last where that is faster and changes nothing.
 
-    The first two images are tried once for every network: `x.view(len(x), -1)` wants channels first, and
+    The first two images of a shape are tried once for every network: `x.view(len(x), -1)` wants channels first, and
     `x.as_strided(…)` would take one pixel for another.
     """
-    if not is_laid_out() or not _bears.get(model, True):
+    if not is_laid_out() or x.device.type != "cpu" or x.dtype != torch.float32 or x.shape[1] == 1:
         return x
-    if x.device.type != "cpu" or x.dtype != torch.float32 or x.shape[1] == 1:
+    known, shape = _bears.setdefault(model, {}), x.shape[1:]
+    if known.get(shape) is False or is_transformed():
         return x
-    if torch._C._are_functorch_transforms_active():
-        return x
-    if model not in _bears:
-        _bears[model] = _has_convolutions(model) and _agrees(model, x[:2].detach())
-    return _laid_out(x) if _bears[model] else x
+    if shape not in known:
+        known[shape] = _has_convolutions(model) and _agrees(model, x[:2].detach())
+    return _laid_out(x) if known[shape] else x
 
 
 def _laid_out(x: Tensor) -> Tensor:

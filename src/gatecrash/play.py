@@ -212,8 +212,7 @@ def run_from(
         del walk, moved, gradient  # else two batches more would be there while the next gradient is computed
         play.steps += play.count
     if settings.mixed:
-        with full_float32():
-            play.value, _ = evaluate(settings, play.x, play.rows)
+        play.value = verified(settings, play.x, play.rows)
         play.evaluations += 1
     _settle(held, play, settings.steps)
     return held
@@ -259,7 +258,7 @@ def _going(settings: Settings, play: Play, limit: Tensor, start_value: Tensor) -
     going = (play.value > limit) & (start_value > limit)
     seem = (~going).nonzero().flatten()
     if len(seem):
-        value, _ = evaluate(settings, play.x[seem], play.rows[seem])
+        value = verified(settings, play.x[seem], play.rows[seem])
         play.evaluations = play.evaluations + torch.zeros_like(play.rows).index_fill(0, seem, 1)
         going[seem] = value > limit[seem]
         play.value[seem] = torch.where(going[seem], play.value[seem], value)
@@ -317,6 +316,13 @@ def evaluate(
         return settings.portions.evaluate(function, x, rows)
     with at_pace(pace):
         return settings.portions.evaluate(function, x, rows)
+
+
+def verified(settings: Settings, x: Tensor, rows: Tensor) -> Tensor:
+    """The objective as it is reported, (B,): of a mixed search, which rounds on its way, in float32 without TF32."""
+    with full_float32() if settings.mixed else nullcontext():
+        value, _ = evaluate(settings, x, rows)
+    return value
 
 
 def _evaluated(objective: Objective, with_gradient: bool, x: Tensor, rows: Tensor) -> Evaluation:

@@ -13,7 +13,7 @@ from torch import Tensor
 from gatecrash.ball import L2, Ball, waits
 from gatecrash.found import Found, Trajectory, joined
 from gatecrash.images import check_images, extremes
-from gatecrash.play import Run, Settings, check_start_value, evaluate, run_from, still
+from gatecrash.play import Run, Settings, check_start_value, run_from, still, verified
 from gatecrash.portions import Portions
 from gatecrash.progress import Bar, progress
 from gatecrash.protocols import Objective, Stepper
@@ -126,7 +126,7 @@ def search(
                 rows = torch.arange(offset, offset + len(part), device=start.device)
                 limit = stop.to(rows.device)[rows] if isinstance(stop, Tensor) and stop.ndim == 1 else stop
                 origin = None if first is None else first[rows].detach()
-                with unchanged(), laid_out(really=not mixed and precision == "auto" and not is_plainly()):
+                with unchanged() if mixed else laid_out(really=precision == "auto" and not is_plainly()):
                     found.append(_climb(settings, part, origin, rows, limit, source, bar))
                 offset += len(part)
         return joined(found)
@@ -197,7 +197,7 @@ def _search(
 
 def _at_start(settings: Settings, start: Tensor, rows: Tensor) -> Run:
     """The run that goes nowhere."""
-    value, _ = evaluate(settings, start, rows)
+    value = verified(settings, start, rows)
     check_start_value(settings.objective, value, rows)
     trajectory = still(value, settings.steps) if settings.record else None
     return Run(start, value, value, torch.zeros_like(rows), torch.ones_like(rows), trajectory)

@@ -79,6 +79,11 @@ def current_block() -> object:
     return _block.get()
 
 
+def is_transformed() -> bool:
+    """Whether torch.func's transforms or forward-mode differentiation are under way, which want the network itself."""
+    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+
+
 @contextmanager
 def full_float32() -> Iterator[None]:
     """Inside the block, float32 on a GPU is float32: where TF32 is on, which rounds to 10 bits, it is off.

@@ -8,13 +8,15 @@ import pickle
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from types import MethodType
 from typing import Any
 
 import pytest
 import timm
 import torch
 from small_networks import Smooth, fast, images, with_gradient
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 import gatecrash as gate
 from gatecrash.encoder import Encoder
@@ -189,6 +191,58 @@ def test_old_weights_are_never_used(change: Callable[[Smooth], None]) -> None:
     assert len(copies(model)) == 1  # prepared anew, once the weights had stayed the same for a while
 
 
+class Functional(Smooth):
+    """A network whose functions are no modules: alone, in a list, in a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one: Callable[[Tensor], Tensor] = torch.sigmoid
+        self.some, self.named = [torch.sigmoid], {"last": torch.sigmoid}
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = super().forward(x)
+        return self.one(z) + self.some[0](2 * z) + self.named["last"](3 * z)
+
+
+def replace_a_function(model: Functional) -> None:
+    model.one = torch.tanh
+
+
+def replace_a_function_in_a_list(model: Functional) -> None:
+    model.some[0] = torch.tanh
+
+
+def replace_a_function_in_a_dictionary(model: Functional) -> None:
+    model.named["last"] = torch.tanh
+
+
+def replace_the_forward_pass(model: Functional) -> None:
+    model.forward = MethodType(lambda self, x: 2 * Functional.forward(self, x), model)  # type: ignore[method-assign]
+
+
+FUNCTIONS = [
+    replace_a_function,
+    replace_a_function_in_a_list,
+    replace_a_function_in_a_dictionary,
+    replace_the_forward_pass,
+]
+
+
+@pytest.mark.parametrize("change", FUNCTIONS, ids=lambda change: change.__name__)
+def test_old_functions_are_never_used(change: Callable[[Functional], None]) -> None:
+    model, x = Functional().eval(), images(3)
+    encoder = Encoder(model)
+    with fast():
+        before = encoder(x)
+    change(model)
+    expected = copy.deepcopy(model).eval()(x).detach()
+    assert not torch.allclose(before, expected, rtol=0.01)
+    with fast():
+        for _ in range(SETTLED + 2):
+            torch.testing.assert_close(encoder(x).detach(), expected, rtol=1e-4, atol=1e-5)
+    assert len(copies(model)) == 1
+
+
 def test_where_nothing_changes_a_network_is_looked_at_once_and_in_the_next_block_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -338,6 +392,18 @@ def test_transforms_of_torch_func_go_through_the_network() -> None:
     expected = torch.func.jacrev(encoder)(x)
     with fast():
         assert torch.equal(torch.func.jacrev(encoder)(x), expected)
+
+
+def test_forward_mode_differentiation_goes_through_the_network() -> None:
+    encoder, x = Encoder(Smooth()), images(2)
+
+    def along(x: Tensor) -> Tensor:
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(encoder(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+
+    expected = along(x)
+    with fast():
+        assert torch.equal(along(x), expected)
 
 
 def test_inference_mode_is_left_alone() -> None:

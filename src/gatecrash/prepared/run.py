@@ -16,7 +16,7 @@ from gatecrash.prepared.make import Unfit, prepare
 from gatecrash.prepared.network import Plain, PreparedNetwork
 from gatecrash.prepared.stamp import Stamp
 from gatecrash.prepared.tapped import Outputs
-from gatecrash.speed import current_block, current_pace
+from gatecrash.speed import current_block, current_pace, is_transformed
 
 KEPT = 8
 """Copies of one network that are kept; there is one per pace, image shape and set of layers."""
@@ -84,8 +84,8 @@ _records: WeakKeyDictionary[nn.Module, Record] = WeakKeyDictionary()
 
 
 def _is_ordinary(x: Tensor) -> bool:
-    """Whether images are such as copies are made for: float32, on a fast device, outside torch.func's transforms."""
-    inside = torch._C._are_functorch_transforms_active() or torch.is_inference_mode_enabled() or x.is_inference()
+    """Whether images are such as copies are made for: float32, on a fast device, outside torch's transforms."""
+    inside = is_transformed() or torch.is_inference_mode_enabled() or x.is_inference()
     return not inside and x.dtype == torch.float32 and x.device.type in current_preparation().devices and len(x) > 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -9,11 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+_TORCHS = frozenset(nn.Module().__dict__)
+"""The attributes of every module, of which parameters, buffers and modules are looked at in their own right."""
+
 _PLAIN = frozenset({bool, int, float, str, tuple, type(None), torch.dtype, torch.Size})
 
 
 class Stamp:
-    """A network's modules with their plain attributes, and its tensors with their places and versions.
+    """A network's modules with their plain attributes and functions, and its tensors with their places and versions.
 
     Two stamps are equal when nothing was replaced, moved or written to in between. What is written through `.data`
     leaves a tensor's version alone, and is found by comparing the weights only: `same_weights`.
@@ -27,6 +31,7 @@ class Stamp:
             self.numbers.append(id(module))
             self.things.append(type(module))
             self.things += [value for value in module.__dict__.values() if type(value) in _PLAIN]
+            self.numbers += [id(function) for function in _functions_of(module)]  # which may hold their module
             self.tensors += [
                 tensor for tensor in chain(module._parameters.values(), module._buffers.values()) if tensor is not None
             ]
@@ -54,6 +59,14 @@ class Stamp:
         """Whether the tensors still have the values of such copies."""
         now = self.weights()
         return len(weights) == len(now) and all(map(torch.equal, weights, now))
+
+
+def _functions_of(module: nn.Module) -> Iterator[Any]:
+    """The functions among a module's attributes, and in the lists and dictionaries among them."""
+    for name, value in module.__dict__.items():
+        if name not in _TORCHS and type(value) not in _PLAIN:
+            inside = value if isinstance(value, list) else value.values() if isinstance(value, dict) else (value,)
+            yield from (part for part in inside if callable(part) and not isinstance(part, nn.Module))
 
 
 def _identical(first: list[Any], second: list[Any]) -> bool:
