@@ -13,10 +13,12 @@ from gatecrash import L2, Ball, Linf, admit
 from gatecrash.attacks.leaps import Flips, Leaps, windows
 from gatecrash.attacks.minimal import Minimal, minimal
 from gatecrash.attacks.radii import Radii
+from gatecrash.attacks.score import scores
 from gatecrash.ball import BALLS
 from gatecrash.detectors import Detector, Energy, Gram, Mahalanobis, RelativeMahalanobis
 from gatecrash.objective import RaiseScore
 from gatecrash.search import search
+from gatecrash.speed import is_exact
 from gatecrash.stepper import Apgd
 from small_models import blank, one_thread, squares, trained_net  # noqa: F401
 
@@ -107,8 +109,33 @@ def test_images_across_the_threshold_stay_where_they_are() -> None:
     assert torch.equal(out.distance == 0, clean <= middle)  # predict accepts a score at the threshold
     assert torch.equal(inside.distance == 0, clean > middle)
     assert torch.equal(out.x[clean <= middle], x[clean <= middle])
-    assert (out.evaluations[clean <= middle] == 3).all()  # two of them to see whether scores are drawn
+    assert (
+        out.evaluations[clean <= middle] == 4
+    ).all()  # two to see whether scores are drawn, one how they are rounded
     assert inside.success.all() and (score(inside.x) > middle).all()
+
+
+class Coarse(LinearScore):
+    """The same, rounded where convolutions on a GPU round to TF32: everywhere but where a score is reported."""
+
+    def judge(self, z: Tensor) -> Tensor:
+        score = super().judge(z)
+        return score if is_exact() else score + (0.02 * (score / 0.02).round() - score).detach()
+
+
+@pytest.mark.parametrize("side", ["out", "in"])
+def test_what_crosses_is_what_the_detector_itself_says(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    score, x = Coarse(linear().weights), images(40, 0.3, 0.7)
+    clean = scores(score, x, None)
+    threshold = clean.sort().values[20]
+    found = minimal(score, x, "l2", threshold, side=side)  # type: ignore[arg-type]
+    after, across = scores(score, found.x, None), clean <= threshold if side == "out" else clean > threshold
+    assert torch.equal(found.distance == 0, across)
+    assert found.success.all() and bool((after <= threshold if side == "out" else after > threshold).all())
+    exact = (clean - threshold).abs() / score.weights.norm()
+    rounding = 0.04 / score.weights.norm()
+    assert bool((found.distance[~across] <= 1.01 * exact[~across] + rounding).all())
 
 
 class Trembling(LinearScore):

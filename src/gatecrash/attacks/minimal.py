@@ -15,7 +15,7 @@ from gatecrash.attacks.draws import drawn, draws_of, looked_at
 from gatecrash.attacks.leaps import Flips, Leaps
 from gatecrash.attacks.options import check_counts, check_side
 from gatecrash.attacks.radii import Radii
-from gatecrash.attacks.score import require_fitted
+from gatecrash.attacks.score import require_fitted, scores
 from gatecrash.ball import BALLS, Ball
 from gatecrash.found import Found
 from gatecrash.images import check_images
@@ -90,6 +90,9 @@ def minimal(
     best of their points. Where one of them crosses the bisection goes on from there, with leaps where it took
     them. The distances are of points that were found, so upper bounds of the smallest ones.
 
+    What a search finds is scored once more, as `predict` does: a score of another batch, or of convolutions that a GPU
+    rounds to TF32, may lie on the other side of a threshold that is as near.
+
     A randomised detector crosses by luck sooner or later. So what a search found is evaluated anew, several times, and
     is across where the mean of these is, by four times its standard error.
 
@@ -117,11 +120,16 @@ def minimal(
     limit = torch.as_tensor(threshold, dtype=images.dtype, device=images.device)
     above = torch.nextafter(limit, torch.full_like(limit, torch.inf))
     aim = _Aim(LowerScore(detector), 1.0, limit) if side == "out" else _Aim(RaiseScore(detector), -1.0, -above)
-    aim = replace(aim, draws=draws_of(detector, images, batch_size))
-    hunts = [_Hunt(aim, part, BALLS[norm], steps) for part in images.detach().split(batch_size or len(images))]
-    parts = [hunt.run(rounds, tolerance) for hunt in hunts]
+    draws, few = draws_of(detector, images, batch_size), looked_at(images)
+    exact = aim.sign * scores(detector, images, batch_size)
+    across = (exact <= aim.stop) & (draws == 1)
+    aim = replace(aim, draws=draws, slack=slack_of(aim, images[few], few, exact))
+    size = batch_size or len(images)
+    batches = zip(images.detach().split(size), across.split(size), strict=True)
+    parts = [_Hunt(aim, part, BALLS[norm], steps, there).run(rounds, tolerance) for part, there in batches]
     found = Minimal(*(torch.cat([getattr(part, name) for part in parts]) for name in vars(parts[0])))
-    found.evaluations[looked_at(images)] += 2  # by which it was seen whether scores are drawn
+    found.evaluations[:] += 1
+    found.evaluations[few] += 3  # by which it was seen whether scores are drawn, and how they are rounded
     return found
 
 
@@ -134,6 +142,19 @@ class _Aim:
     stop: Tensor
     draws: int = 1
     """How many draws of a score decide whether it is."""
+    slack: float = 0.0
+    """By how much a search is to go beyond, since its scores may be rounded otherwise."""
+
+    def judged(self, found: Found) -> Found:
+        """The same with what a score is outside the search."""
+        return self.scored_anew(found) if self.draws == 1 else self.drawn_anew(found)
+
+    def scored_anew(self, found: Found) -> Found:
+        """The same with the scores that the detector gives what crossed."""
+        rows, value = found.success.nonzero().flatten(), found.value.clone()
+        value[rows] = (self.sign * scores(self.objective.detector, found.x[rows], None)).to(value) if len(rows) else 0
+        evaluations = found.evaluations + found.success.to(found.evaluations)
+        return replace(found, value=value, success=found.success & (value <= self.stop), evaluations=evaluations)
 
     def drawn_anew(self, found: Found) -> Found:
         """The same with what a randomised score is at least, whatever draws the search was lucky with."""
@@ -144,22 +165,34 @@ class _Aim:
         return replace(found, value=value, success=value <= self.stop, evaluations=found.evaluations + self.draws)
 
 
+def slack_of(aim: _Aim, few: Tensor, rows: Tensor, exact: Tensor) -> float:
+    """How far scores in a search are from those outside it, by the median of a few images, and a little rounding."""
+    with torch.no_grad():
+        searched = aim.objective(few, rows)
+    size = torch.cat([exact[exact.isfinite()], aim.stop.reshape(1)]).abs().mean()
+    apart = (searched - exact[rows]).abs().nan_to_num(0, 0, 0)
+    return float(apart.median() + 4 * torch.finfo(exact.dtype).eps * size)
+
+
 class _Hunt:
     """The same for one batch: `low` is a radius in which the search failed, `high` the distance of the nearest find.
 
     `point` is that find or, where there is none, the point of the least `value`; `best` is the best point of the looks
-    in which `best_value` was found. A sample is `rugged` when it took leaps to find an answer wrong.
+    in which `best_value` was found. A sample is `rugged` when it took leaps to find an answer wrong. A search is to go
+    beyond the threshold by `slack`, and a sample is `misled` when its last one crossed by rounding alone.
     """
 
-    def __init__(self, aim: _Aim, start: Tensor, kind: type[Ball], steps: int) -> None:
+    def __init__(self, aim: _Aim, start: Tensor, kind: type[Ball], steps: int, across: Tensor) -> None:
         self.aim, self.start, self.kind, self.steps = aim, start, kind, steps
         self.measure = kind(1.0)
         self.farthest = self.measure.distance(start, (start < 0.5).to(start))
         self.box = kind(float(self.farthest.max()))
-        self.low, self.high = torch.zeros_like(self.farthest), torch.full_like(self.farthest, torch.inf)
-        self.point, self.value = start.clone(), self.high.clone()
-        self.best, self.best_value = start.clone(), self.high.clone()
-        self.rugged = torch.zeros_like(self.farthest, dtype=torch.bool)
+        never = torch.full_like(self.farthest, torch.inf)
+        self.low, self.high = torch.zeros_like(never), torch.where(across, 0, never)
+        self.point, self.value = start.clone(), never.clone()
+        self.best, self.best_value = start.clone(), never.clone()
+        self.slack = torch.full_like(never, aim.slack)
+        self.rugged, self.misled = (torch.zeros_like(never, dtype=torch.bool) for _ in range(2))
         self.evaluations = torch.zeros_like(self.farthest, dtype=torch.long)
         self.generator, self.luck = (generator_for(seed, start.device) for seed in (0, 1))
 
@@ -182,6 +215,7 @@ class _Hunt:
             left = self._look(rows, radius, Apgd(), self.point, self.steps)
             smooth, rugged = left[~self.rugged[left]], left[self.rugged[left]]
             left = torch.cat([smooth, self._leap(rugged, radius, self.point)])
+            left = left[~self.misled[left]]
             self.low[left] = radius[left]
 
     def _doubt(self, rows: Tensor, number: int) -> Tensor:
@@ -223,11 +257,13 @@ class _Hunt:
             self.box,
             stepper=Within(stepper, self.kind, radius[rows], point[rows]),
             steps=steps + 1,
-            stop=self.aim.stop if self.aim.draws == 1 else None,  # else luck would end it
+            stop=self.aim.stop - self.slack[rows] if self.aim.draws == 1 else None,  # else luck would end it
             generator=self.luck,
             precision="float32",  # the balls may be smaller than what half precision tells apart
         )
-        found = found if self.aim.draws == 1 else self.aim.drawn_anew(found)
+        claimed, found = found, self.aim.judged(found)
+        self.misled[rows] = claimed.success & ~found.success & (self.aim.draws == 1)
+        self.slack[rows] += torch.where(self.misled[rows], found.value - claimed.value, 0)
         self.evaluations[rows] += found.evaluations
         better = found.value < self.best_value[rows]
         self.best[rows] = choose(better, found.x, self.best[rows])
