@@ -6,6 +6,7 @@ import pytest
 import torch
 from small_audit import BOTH, BRIGHT, DARK, EPS, Brightness, Noisy, evidence_for, finished, levels
 from torch import Tensor
+from torch.nn.functional import dropout
 
 from gatecrash import portions
 from gatecrash.audit.checks import CHECKS, ORDER, Evidence, run_checks, verdicts
@@ -13,7 +14,7 @@ from gatecrash.audit.checks import run as checks_run
 from gatecrash.audit.checks.exact import draws_in
 from gatecrash.audit.checks.followed import Recorded
 from gatecrash.bundle import Check
-from gatecrash.detectors import Expected, ScoreEnsemble
+from gatecrash.detectors import Detector, Expected, ScoreEnsemble
 from gatecrash.protocols import Latent, leaves
 from small_models import one_thread
 
@@ -72,7 +73,51 @@ def test_what_is_evaluated_twice_is_one_point_of_its_way() -> None:
         recorded(torch.tensor([[level]]), torch.tensor([7]))
     for level in (3.0, 1.0):
         recorded(torch.tensor([[level], [5.0]]), torch.tensor([2, 4]))
-    assert recorded.followed_by(lambda x: 3 - x[:, 0]).tolist() == pytest.approx([-1, -1])
+    assert recorded.ways(lambda x: 3 - x[:, 0]).follows.tolist() == pytest.approx([-1, -1])
+
+
+class Beside(Brightness):
+    """What is deployed adds something that differs from image to image, and that no shift of all pixels moves."""
+
+    def __init__(self, much: float) -> None:
+        super().__init__()
+        self.much = much
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.much * (x[:, 0, 0, 0] - x[:, 0, 0, 1])
+
+
+class Squashed(Brightness):
+    """What is deployed is a probability, in the same order."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).sigmoid()
+
+
+@pytest.mark.parametrize(
+    ("detector", "status"),
+    [(Beside(5.0), "fail"), (Beside(0.5), "warn"), (Squashed(), "pass")],
+    ids=["much", "a little", "the same order"],
+)
+def test_a_deployed_score_that_ranks_images_otherwise_is_told(detector: Detector, status: str) -> None:
+    check = CHECKS["score_is_attacked"](evidence_for(detector))
+    assert check["status"] == status, check["sentence"]
+    assert ("is another number than judge(encode(x))" in check["sentence"]) == (status != "pass")
+
+
+class Dropping(Brightness):
+    """Pixels are left out at random, and nothing is averaged."""
+
+    def judge(self, z: Latent) -> Tensor:
+        return super().judge(tuple(dropout(leaf, 0.5, training=True) for leaf in leaves(z)))
+
+
+def test_a_score_that_is_drawn_anew_is_not_said_to_be_rounded() -> None:
+    evidence = evidence_for(Dropping())
+    assert "averaged over draws" in CHECKS["deterministic"](evidence)["sentence"]
+    flows, drift = CHECKS["gradient_flows"](evidence), CHECKS["precision_drift"](evidence)
+    assert flows["status"] == "pass" and "rounding" not in flows["sentence"], flows["sentence"]
+    assert drift["status"] == "warn" and "its score is random" in drift["sentence"]
 
 
 class Powers(Brightness):

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from gatecrash.attacks import admit, evict
 from gatecrash.attacks.classifier import stepper_for
+from gatecrash.attacks.draws import apart
 from gatecrash.attacks.rounding import RoundedFound
+from gatecrash.attacks.score import scores
 from gatecrash.audit.checks.cost import Meter
 from gatecrash.audit.checks.exact import averaged
 from gatecrash.audit.job import Job
@@ -36,6 +38,9 @@ TOLERANCE = 0.01
 
 BROKEN = 0.05
 """The two-sided AUROC under which a detector counts as broken."""
+
+STILL = 1e-6
+"""How far apart two scores of the same image may be by rounding, as a share of the scores' size."""
 
 SLACK = 1e-9
 """What rounding may add to a change of AUROC."""
@@ -146,6 +151,7 @@ class Evidence:
     """What they took so far."""
     _found: dict[tuple[str, tuple[str, int], Side], Found] = field(default_factory=dict, repr=False)
     _blocks: dict[str, list[list[Effort]]] = field(default_factory=dict, repr=False)
+    _twice: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
 
     @property
     def left(self) -> float:
@@ -291,6 +297,18 @@ class Evidence:
         value = found.rounding.value_before.cpu()
         return -value if side == "in" else value
 
+    def twice(self, title: str) -> tuple[Tensor, Tensor]:
+        """The clean scores of all images looked at, and the same once more; done once."""
+        if title not in self._twice:
+            x = torch.cat([self.inliers, self.outliers])
+            first, second = (scores(self.detector(title), x, self.job.batch_size) for _ in range(2))
+            self._twice[title] = first, second
+        return self._twice[title]
+
+    def random(self, title: str) -> bool:
+        """Whether a score is drawn anew every time, averaged over draws or not."""
+        return averaged(self.detector(title)) or not unmoved(*self.twice(title))
+
     def redraws(self, title: str) -> int:
         """The further evaluations per image that `ended` takes: one where a score is an average over draws."""
         return int(averaged(self.detector(title)))
@@ -340,6 +358,11 @@ class Evidence:
     def _waits(self, run: tuple[str, Effort, Side]) -> bool:
         title, effort, side = run
         return (title, effort.key, side) not in self._found
+
+
+def unmoved(first: Tensor, second: Tensor) -> bool:
+    """Whether the same images have the same scores twice, but for rounding."""
+    return bool((apart(first, second) <= STILL).all())
 
 
 def effort_of(attack: AttackPlan, rung: int, ball: Ball) -> Effort:

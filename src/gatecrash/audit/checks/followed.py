@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gatecrash.attacks.draws import apart
 from gatecrash.audit.checks.evidence import Evidence, aims_at_score
 from gatecrash.audit.checks.exact import redrawn, repeatable
 from gatecrash.audit.checks.registry import Finding, check, per_detector
@@ -23,6 +24,10 @@ TRAJECTORY = 8
 
 FOLLOWS = 0.9
 """The rank correlation with the objective from which the score counts as attacked."""
+
+OTHER, ALIKE = 1e-3, 0.999
+"""How far apart two scores are, as a share of their size, that are not the same, and the rank correlation over all
+images and steps from which on one may stand for the other."""
 
 
 @check("score_is_attacked", price=lambda e: sum(e.passes.values()) * 2 * FOLLOWED * (TRAJECTORY + 1), attack="own")
@@ -47,7 +52,8 @@ def score_is_attacked(evidence: Evidence) -> Finding:
                 score: Tensor = redrawn(detector)(x)
                 return score
 
-        follows = recorded.followed_by(deployed)
+        ways = recorded.ways(deployed)
+        follows = ways.follows
         if len(follows) == 0:
             return Finding("warn", f"{title}: the objective did not move in {steps} steps, so nothing could follow it")
         middle = float(follows.median())
@@ -57,6 +63,13 @@ def score_is_attacked(evidence: Evidence) -> Finding:
         )
         if middle < FOLLOWS:
             return Finding("fail", f"{words} over {len(follows)} trajectories; another thing is attacked than deployed")
+        if not by_softmax and ways.differ:
+            return Finding(
+                "warn" if ways.altogether >= FOLLOWS else "fail",
+                f"{title}: what is deployed, detector(x), is another number than judge(encode(x)), which attacks and "
+                f"tables take, and ranks images otherwise: their rank correlation over all images and steps is "
+                f"{ways.altogether:.3f}",
+            )
         if not on_score:
             return Finding("warn", f"{words}, but no attack of the plan is on the score itself; add admit, side: both")
         return Finding("pass", f"{words} over {len(follows)} trajectories", -middle)
@@ -73,6 +86,33 @@ class Portion(NamedTuple):
     value: Tensor
 
 
+class Ways(NamedTuple):
+    """What was evaluated on the way of every sample, portion after portion, on the CPU."""
+
+    rows: Tensor
+    """Whose points they are, (N,)."""
+    value: Tensor
+    """The objective there, (N,)."""
+    score: Tensor
+    """The deployed score, (N,)."""
+
+    @property
+    def follows(self) -> Tensor:
+        """The rank correlation of objective and score along the way of every sample that moved."""
+        ways = [self.rows == row for row in self.rows.unique()]
+        return torch.cat([rank_correlations(self.value[way, None], self.score[way, None]) for way in ways])
+
+    @property
+    def altogether(self) -> float:
+        """The same over all samples at once."""
+        return float(rank_correlations(self.value[:, None], self.score[:, None]).sum())
+
+    @property
+    def differ(self) -> bool:
+        """Whether the two are not the same score, nor one a function of the other that keeps their order."""
+        return bool((apart(self.value, self.score) > OTHER).any()) and self.altogether < ALIKE
+
+
 class Recorded:
     """An objective that keeps what it was evaluated at, portion by portion; a random one draws alike at all."""
 
@@ -87,17 +127,13 @@ class Recorded:
         self.portions.append(Portion(rows, x.detach(), value.detach()))
         return value
 
-    def followed_by(self, score: Callable[[Tensor], Tensor]) -> Tensor:
-        """The rank correlation of the objective with a score along the way of every sample that moved.
-
-        The score is taken of the same portions, so that a random one draws for every sample as the objective did.
-        """
+    def ways(self, score: Callable[[Tensor], Tensor]) -> Ways:
+        """The way of every sample; the score is taken of the same portions, so that a random one draws alike."""
         rows, values = (
             torch.cat(parts).cpu() for parts in zip(*[(p.rows, p.value) for p in self.portions], strict=True)
         )
         scored = torch.cat([score(portion.x) for portion in self.portions]).cpu()
-        ways = [rows == row for row in rows.unique()]
-        return torch.cat([rank_correlations(values[way, None], scored[way, None]) for way in ways])
+        return Ways(rows, values, scored)
 
 
 def rank_correlations(objective: Tensor, score: Tensor) -> Tensor:

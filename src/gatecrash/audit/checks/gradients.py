@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gatecrash.audit.checks.evidence import Evidence
-from gatecrash.audit.checks.exact import averaged, in_double, redrawn, repeatable
+from gatecrash.audit.checks.exact import in_double, redrawn, repeatable
 from gatecrash.audit.checks.registry import Finding, check, per_detector
 from gatecrash.ball import normalised
 from gatecrash.detectors import Detector
@@ -63,7 +63,8 @@ def gradient_flows(evidence: Evidence) -> Finding:
             return Finding("fail", f"{words} (a saturated or constant score)")
         if start.broken > FEW:
             return Finding("fail", f"{words} (a root, a power, a logarithm or a division at zero)")
-        found = compared(detector, beside(images[some_rows(len(images), images.device)], seed), seed)
+        points = beside(images[some_rows(len(images), images.device)], seed)
+        found = compared(detector, points, seed, random=evidence.random(title))
         status = "warn" if any(start) and found.status == "pass" else found.status
         return Finding(status, words + found.words, start.none + found.closeness)
 
@@ -109,7 +110,7 @@ def some_rows(count: int, device: torch.device) -> Tensor:
     return torch.linspace(0, count - 1, min(PROBED, count)).round().long().to(device)
 
 
-def compared(detector: Detector, x: Tensor, seed: int) -> Finding:
+def compared(detector: Detector, x: Tensor, seed: int, *, random: bool = False) -> Finding:
     """How the gradients beside images stand the comparison with differences; the words go on with a sentence."""
     gradient = gradient_at(detector, x, len(x))
     if gradient is None:
@@ -117,10 +118,10 @@ def compared(detector: Detector, x: Tensor, seed: int) -> Finding:
     broken = float(is_broken(gradient).float().mean())
     if broken > FEW:
         return Finding("fail", f", {broken:.0%} of {len(x)} one that is NaN or infinite beside the image")
-    probe = probed(detector, x, gradient, seed)
+    probe = probed(detector, x, gradient, seed, random=random)
     wrong, lost = float(probe.wrong.float().mean()), float(probe.lost.float().mean())
     words = f", {wrong:.0%} of {len(x)} have one that finite differences in {probe.precision} contradict"
-    words += "" if averaged(detector) else f", and {lost:.0%} one that rounding spoils"
+    words += "" if random else f", and {lost:.0%} one that rounding spoils"
     if wrong > CONTRADICTED:
         excused = detector.card.gradient == "omitted" or probe.precision != "float64"
         return Finding("warn" if excused else "fail", f"{words} (part of the score is detached, or rounded inside)")
@@ -191,15 +192,15 @@ def is_lost(gradient: Tensor, exact: Tensor) -> Tensor:
     return lost
 
 
-def probed(detector: Detector, x: Tensor, searched: Tensor, seed: int) -> Probe:
+def probed(detector: Detector, x: Tensor, searched: Tensor, seed: int, *, random: bool = False) -> Probe:
     """The gradient (B, ...) that a search would follow, compared with differences and with itself in float64.
 
     The differences are taken along the gradient, where a wrong one shows most, and along a random direction, where a
-    missing part shows. Of an average over draws, all evaluations have the same draws, and since those in float64 are
-    others than in float32, rounding is not judged.
+    missing part shows. Of a random score, averaged over draws or not, all evaluations have the same draws, and since
+    those in float64 are others than in float32, rounding is not judged.
     """
     judge, points, precision = in_double(detector, x)
-    size = 1 if averaged(detector) else len(points)  # how many images there are decides what is drawn for each
+    size = 1 if random else len(points)  # how many images there are decides what is drawn for each
 
     def value(at: Tensor) -> Tensor:
         with torch.no_grad():
@@ -221,7 +222,7 @@ def probed(detector: Detector, x: Tensor, searched: Tensor, seed: int) -> Probe:
         slope = (gradient * direction).flatten(1).sum(dim=1)
         otherwise, untold = contradicted(exact, points, direction, slope, rounding, STEPS[precision])
         wrong, unsure = wrong | otherwise, unsure | untold
-    return Probe(wrong, unsure & ~wrong, is_lost(searched, gradient) & (not averaged(detector)), precision, gradient)
+    return Probe(wrong, unsure & ~wrong, is_lost(searched, gradient) & (not random), precision, gradient)
 
 
 def alike(detector: Detector, x: Tensor, size: int, seed: int) -> Iterator[tuple[Tensor, Detector]]:

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from gatecrash.attacks.draws import apart
-from gatecrash.attacks.score import scores
-from gatecrash.audit.checks.evidence import SIDES, Effort, Evidence, Standing
+from gatecrash.audit.checks.evidence import SIDES, Effort, Evidence, Standing, unmoved
 from gatecrash.audit.checks.exact import draws_in, in_double
 from gatecrash.audit.checks.registry import Finding, check, per_attack, per_detector
 from gatecrash.detectors import Detector
@@ -28,21 +27,20 @@ def deterministic(evidence: Evidence) -> Finding:
 
     def look(title: str) -> Finding:
         detector = evidence.detector(title)
-        x = torch.cat([evidence.inliers, evidence.outliers])
         draws = draws_in(detector)
         if draws == 1:
             return Finding("fail", f"{title}: one draw is no average; let it have more: draws=16")
-        first, second = (scores(detector, x, evidence.job.batch_size) for _ in range(2))
+        first, second = evidence.twice(title)
         if draws is not None:
             return varying(title, draws, first, second, clean_spread(evidence, title))
         far = float(apart(first, second).max())
-        if not far <= 1e-6:
+        if not unmoved(first, second):
             return Finding(
                 "fail",
                 f"{title}: the same image scores differently twice, by up to {far:.2g} of the scores' size; its "
                 "gradients must be averaged over draws: Expected(detector, draws=16)",
             )
-        return Finding("pass", f"{title}: {len(x)} images scored twice differ by {far:.2g}", far)
+        return Finding("pass", f"{title}: {len(first)} images scored twice differ by {far:.2g}", far)
 
     return per_detector(evidence, look)
 
@@ -79,7 +77,7 @@ def precision_drift(evidence: Evidence) -> Finding:
     """What the attack returned has the same score in float64."""
 
     def look(title: str, effort: Effort) -> Finding:
-        if evidence.redraws(title):
+        if evidence.random(title):
             return Finding("warn", f"{title}: its score is random, which hides what precision alone would change")
         inliers, outliers = (evidence.found(title, effort, side).x for side in SIDES)
         reported = Standing(evidence.scores(title, inliers), evidence.scores(title, outliers))
