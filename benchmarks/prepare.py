@@ -1,18 +1,20 @@
 """The DATA folder of all other benchmarks, from image sets and weights as they are found.
 
-    python benchmarks/prepare.py IMAGES WEIGHTS DATA [--limit 2000]
+    python benchmarks/prepare.py IMAGES WEIGHTS DATA [--probes PICTURES] [--limit 2000]
 
 IMAGES holds cifar10_train.npz (or cifar10_train20k.npz), cifar10_test.npz, gtsrb_train13k.npz, gtsrb_test.npz,
 tiny_imagenet_val5k_32.npz, imagenet_sample_250_224.npz (x uint8 N×H×W×3, y) and fashion_test.npz (N×28×28; without it
-the package's own thousand are taken); WEIGHTS the checkpoints
-densenet_bc_100_12_cifar10.pth, resnet20_cifar10.th and resnet50_imagenet_fp16.pth. What is not there is left out. Test
-sets other than CIFAR-10's stand in the order of their classes or tracks, so they are shuffled with seed 0: the first n
-of a file are a random sample. `--limit` cuts the shuffled ones off there; the first images stay the same.
+the package's own thousand are taken); WEIGHTS the checkpoints densenet_bc_100_12_cifar10.pth, resnet20_cifar10.th and
+resnet50_imagenet_fp16.pth; PICTURES chest_xray_a.jpg, from which collisions on ResNet-50 start. What is not there is
+left out. Test sets other than CIFAR-10's stand in the order of their classes or tracks, so they are shuffled with seed
+0: the first n of a file are a random sample. `--limit` cuts the shuffled ones off there; the first images stay the
+same.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +33,7 @@ AS_THEY_ARE = {
     "fashion_test.npz": "fashion.npz",
 }
 SHUFFLED = {"gtsrb_test.npz": "gtsrb_test.npz", "tiny_imagenet_val5k_32.npz": "tiny.npz"}
+X_RAY = "chest_xray_a.jpg"
 WEIGHTS = {
     "densenet_bc_100_12_cifar10.pth": "densenet_bc.safetensors",
     "resnet20_cifar10.th": "resnet20.safetensors",
@@ -62,6 +65,7 @@ def main() -> None:
     parser.add_argument("images", type=Path)
     parser.add_argument("weights", type=Path)
     parser.add_argument("data", type=Path)
+    parser.add_argument("--probes", type=Path, default=None)
     parser.add_argument("--limit", type=int, default=None)
     options = parser.parse_args()
     options.data.mkdir(parents=True, exist_ok=True)
@@ -71,6 +75,9 @@ def main() -> None:
     for name, target in WEIGHTS.items():
         if (options.weights / name).is_file():
             weights(options.weights / name, options.data / target)
+    if options.probes is not None and (options.probes / X_RAY).is_file():
+        shutil.copyfile(options.probes / X_RAY, options.data / "chest_xray.jpg")
+        print("chest_xray.jpg")
     if not (options.data / "fashion.npz").is_file():
         embedded(options.data / "fashion.npz", options.limit)
 
