@@ -19,7 +19,7 @@ from gatecrash.layout import laid_out_for
 from gatecrash.protocols import Latent
 from gatecrash.speed import is_laid_out
 from gatecrash.taps import evaluating as evaluating
-from gatecrash.taps import every_module, require_python
+from gatecrash.taps import require_python
 from gatecrash.taps import first_tensor as first_tensor
 from gatecrash.taps import recording as recording
 
@@ -139,19 +139,19 @@ class Encoder(nn.Module):
 
     def _outputs(self, inputs: Tensor) -> tuple[Tensor, ...]:
         """The outputs of the tapped layers, each once, as the network itself gives them."""
-        version = version_of(inputs)
-        with evaluating(self.model):
-            output, outputs = self._recorded(inputs) if self._taps else (self._run(inputs), {})
+        model, version = self.model, version_of(inputs)
+        with evaluating(model):
+            output, outputs = self._recorded(inputs) if self._taps else (self._run(model, inputs), {})
         wrote = version_of(inputs) != version
         if wrote and self._spares_inputs:
             raise ValueError(
-                f"{type(self.model).__name__} writes into its input in some passes and not in others, so that images "
+                f"{type(model).__name__} writes into its input in some passes and not in others, so that images "
                 "were changed; let it compute x = x - m instead of x -= m"
             )
         spares = not wrote and version is not None
         if spares != self._spares_inputs:  # a module takes as long to set an attribute as a small layer to run
             self._spares_inputs = spares
-        own = type(self.model).__name__
+        own = type(model).__name__
         return tuple(
             [first_tensor(output, own) if name is None else self._output_of(name, outputs) for name in self._names]
         )
@@ -163,49 +163,50 @@ class Encoder(nn.Module):
         return self._latent(self.layer, output_of(self.layer))
 
     def _latent(self, name: str | None, output: Any) -> Tensor:
-        z = upcast(first_tensor(output, name or type(self.model).__name__))
+        z = upcast(output if isinstance(output, Tensor) else first_tensor(output, name or type(self.model).__name__))
         z = z if name is None else pooled(z, self.pool)
         return z.contiguous() if is_laid_out() else z
 
     def _inputs(self, images: Tensor) -> Tensor:
-        parameter = first_floating(self.model)
+        model = self.model  # which a module looks up as slowly as a small layer runs
+        parameter = first_floating(model)
         device = self.device if parameter is None else parameter.device
         if device is not None and device != images.device:
             where = f"the images are on {images.device}, the network on {device}"
             raise ValueError(f"{where}; move one: x.to({str(device)!r})")
         x = images if self.size is None else resized(images, self.size)
-        self._follow(x.device)
-        mean, std = self._buffers["mean"], self._buffers["std"]
-        if mean is not None:
-            x = x - per_channel(mean, x, "mean")
-        if std is not None:
-            x = x / per_channel(std, x, "std")
+        if self._buffers["mean"] is not None:
+            x = x - per_channel(self._near("mean", x.device), x, "mean")
+        if self._buffers["std"] is not None:
+            x = x / per_channel(self._near("std", x.device), x, "std")
         x = x if parameter is None or parameter.dtype == x.dtype else x.to(parameter.dtype)
-        x = laid_out_for(self.model, x)
+        x = laid_out_for(model, x)
         # A network may write into its input (x -= 0.5), and the images are the caller's.
         return x.clone() if x is images and (x.is_inference() or not self._spares_inputs) else x
 
-    def _follow(self, device: torch.device) -> None:
-        """Move mean and std for good to where the images are: a copy in every pass would make the host wait."""
-        for name in ("mean", "std"):
-            values = self._buffers[name]
-            if values is not None and values.device != device:
-                with torch.inference_mode(False):
-                    self._buffers[name] = values.to(device)
+    def _near(self, name: str, device: torch.device) -> Tensor:
+        """Mean or std, moved for good to where the images are: a copy in every pass would make the host wait."""
+        values = self._buffers[name]
+        assert values is not None
+        if values.device != device:
+            with torch.inference_mode(False):
+                values = self._buffers[name] = values.to(device)
+        return values
 
     def _recorded(self, inputs: Tensor) -> tuple[Any, dict[str, Tensor]]:
         with recording(self._taps) as outputs:
-            return self._run(inputs), outputs
+            return self._run(self.model, inputs), outputs
 
-    def _run(self, inputs: Tensor) -> Any:
+    @staticmethod
+    def _run(model: nn.Module, inputs: Tensor) -> Any:
         try:
-            return self.model(inputs)
+            return model(inputs)
         except RuntimeError as error:
             reason = first_line(error)
             if not _ABOUT_SHAPES.search(reason):
                 raise
             raise ValueError(
-                f"{type(self.model).__name__} does not take images of shape {tuple(inputs.shape[1:])}: {reason}"
+                f"{type(model).__name__} does not take images of shape {tuple(inputs.shape[1:])}: {reason}"
             ) from error
 
     def _find(self, names: tuple[str | None, ...]) -> dict[str, nn.Module]:
@@ -226,11 +227,14 @@ class Encoder(nn.Module):
 
 
 def first_floating(model: nn.Module) -> Tensor | None:
-    """The first parameter in floating point."""
-    for module in every_module(model):
-        for parameter in module._parameters.values():
-            if parameter is not None and parameter.is_floating_point():
-                return parameter
+    """The first parameter in floating point, in the order of definition."""
+    for parameter in model._parameters.values():
+        if parameter is not None and parameter.is_floating_point():
+            return parameter
+    for child in model._modules.values():
+        found = None if child is None else first_floating(child)
+        if found is not None:
+            return found
     return None
 
 

@@ -26,12 +26,14 @@ def laid_out_for(model: nn.Module, x: Tensor) -> Tensor:
     """
     if not is_laid_out() or x.device.type != "cpu" or x.dtype != torch.float32 or x.shape[1] == 1:
         return x
-    known, shape = _bears.setdefault(model, {}), x.shape[1:]
-    if known.get(shape) is False or is_transformed():
+    known, shape = _bears.get(model), x.shape[1:]
+    bears = None if known is None else known.get(shape)
+    if bears is False or is_transformed():
         return x
-    if shape not in known:
-        known[shape] = _has_convolutions(model) and _agrees(model, x[:2].detach())
-    return _laid_out(x) if known[shape] else x
+    if bears is None:
+        bears = _has_convolutions(model) and _agrees(model, x[:2].detach())
+        _bears.setdefault(model, {})[shape] = bears
+    return _laid_out(x) if bears else x
 
 
 def _laid_out(x: Tensor) -> Tensor:

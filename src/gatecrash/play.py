@@ -161,7 +161,8 @@ def run_from(
             play.take(x, play.value, settings.keep)
             bar.advance()
             break
-        half.review(step, partial(_roughness, settings, play, step))
+        if settings.half:
+            half.review(step, partial(_roughness, settings, play, step))
         if 0 < step == half.end:
             _restate(play, state, try_out(play.x))
         with_gradient = settings.stepper.needs_gradient and not last
@@ -171,7 +172,7 @@ def run_from(
             held.start_value = value
         play.evaluations += play.count
         play.take(x, value, settings.keep)
-        if gradient is not None:
+        if settings.half and gradient is not None:
             half.note(step, gradient)
         if held.trajectory is not None:
             _record(held.trajectory, step, play)
@@ -329,12 +330,13 @@ def _evaluated(objective: Objective, with_gradient: bool, x: Tensor, rows: Tenso
     if not with_gradient:
         with torch.no_grad():
             return objective(x, rows).detach().to(x.dtype), None
-    with torch.enable_grad():
-        x = x.detach().requires_grad_()
-        value = objective(x, rows)
-        gradient = None
-        if value.requires_grad:
-            (gradient,) = torch.autograd.grad(value, x, torch.ones_like(value), allow_unused=True)
+    if not torch.is_grad_enabled():
+        with torch.enable_grad():
+            return _evaluated(objective, with_gradient, x, rows)
+    x = x.detach().requires_grad_()
+    value, gradient = objective(x, rows), None
+    if value.requires_grad:
+        (gradient,) = torch.autograd.grad(value, x, torch.ones_like(value), allow_unused=True)
     if gradient is None:
         raise ValueError(
             f"{name_of(objective)} has no gradient with respect to the images, so it cannot be attacked with one; look "

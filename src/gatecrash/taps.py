@@ -17,13 +17,24 @@ class evaluating(AbstractContextManager[None]):
         self.model = model
 
     def __enter__(self) -> None:
-        self.trained = [module for module in every_module(self.model) if module.training]
+        self.trained = in_training(self.model)
         for module in self.trained:
             module.training = False
 
     def __exit__(self, *exception: object) -> None:
         for module in self.trained:
             module.training = True
+
+
+def in_training(model: nn.Module) -> list[nn.Module]:
+    """The modules of a model that are in training mode; looked for in every pass, which on a small network shows."""
+    found, waiting = list[nn.Module](), [model]
+    for module in waiting:
+        if module.training:
+            found.append(module)
+        if module._modules:
+            waiting += [child for child in module._modules.values() if child is not None]
+    return found
 
 
 def every_module(model: nn.Module) -> Iterator[nn.Module]:
