@@ -109,7 +109,7 @@ def test_an_eps_that_is_not_positive_is_refused(eps: float) -> None:
         Linf([0.1, eps])
 
 
-@pytest.mark.parametrize("eps", ["a", None, ["a"]])
+@pytest.mark.parametrize("eps", ["a", None, ["a"], True, [0.1, True], "0.1"])
 def test_an_eps_that_is_no_number_is_refused(eps: object) -> None:
     with pytest.raises(ValueError, match="eps must be a positive number or a list of them, got"):
         Linf(eps)
@@ -118,8 +118,9 @@ def test_an_eps_that_is_no_number_is_refused(eps: object) -> None:
 def test_other_bad_balls_are_refused() -> None:
     with pytest.raises(ValueError, match="empty list"):
         L2([])
-    with pytest.raises(ValueError, match="low < high"):
-        L2(1.0, box=(1.0, 0.0))
+    for box in ((1.0, 0.0), (0.0, float("nan")), (0.0, 0.5, 1.0), 1.0, ("a", "b"), "01"):
+        with pytest.raises(ValueError, match=r"box must be \(low, high\) with low < high, got"):
+            L2(1.0, box=box)
     with pytest.raises(ValueError, match="unknown norm 'l1'"):
         BALLS["l1"]
     with pytest.raises(ValueError, match="'l2' or 'linf'"):

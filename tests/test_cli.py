@@ -18,6 +18,7 @@ from gatecrash.bundle import Check
 from gatecrash.data import SOURCES
 from gatecrash.detectors import DETECTORS
 from gatecrash.printing import print_checks, strict_objection
+from small_clip import SIZE, write_clip
 
 
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str, str]:
@@ -83,6 +84,30 @@ def test_doctor_says_what_is_there(gatecrash) -> None:
     )
     code, out, _ = gatecrash("doctor")
     assert code == 0 and "device" in out and "missing" in out
+
+
+def test_dims_shows_a_clip_which_has_its_weights_in_its_folder(
+    gatecrash, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_clip(tmp_path / "small")
+    capsys.readouterr()  # transformers' progress bar
+    for side in (SIZE, 2 * SIZE):  # its own framing makes them as large as it takes them
+        code, out, err = gatecrash("dims", "clip:small", "--input", f"3,{side},{side}", "--json")
+        assert (code, err) == (0, "")
+        rows = {row["layer"]: row for row in json.loads(out)}
+        patches, whole = rows["clip.vision_model.embeddings.patch_embedding"], rows["image → output"]
+        assert (patches["inputs"], patches["log2_inputs"]) == (3 * SIZE**2, 8 * 3 * SIZE**2)
+        assert (patches["outputs"], patches["log2_outputs"]) == (16 * 4, 32 * 16 * 4)  # 16 numbers for 4 patches
+        assert (rows["clip.visual_projection"]["inputs"], rows["clip.visual_projection"]["outputs"]) == (16, 12)
+        assert (whole["kind"], whole["inputs"], whole["outputs"]) == ("ClipImages", 3 * side**2, 12)
+        assert (whole["reduces"], whole["covering"]) == (True, 1.0)
+        assert not any("text_model" in layer for layer in rows)
+    code, out, _ = gatecrash("dims", "clip:small", "--input", "3,16,16", "--layer", "clip.vision_model.post_layernorm")
+    assert code == 0 and "image → clip.vision_model.post_layernorm" in out
+    code, out, err = gatecrash("dims", "clip:small", "--input", "1,16,16")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("gatecrash: ClipImages does not take images of shape (1, 16, 16): ")
+    assert "clip:DIR" in gatecrash("dims", "--help")[1]
 
 
 def test_an_audit_prints_its_table_and_its_json(gatecrash, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The one loop: best iterates, compaction, restarts, ladders, trajectories, and what it leaves untouched."""
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -454,3 +455,9 @@ def test_a_search_works_in_inference_mode() -> None:
         found = run(steps=3)
         again = search(ripples, found.x.clone(), Linf(0.1), stepper=Apgd(), steps=3)
     assert found.success.all() and again.success.any()
+
+
+@pytest.mark.parametrize("stepper", ["sign", Sign, 0.01], ids=str)
+def test_what_is_no_stepper_is_told(stepper: Any) -> None:
+    with pytest.raises(TypeError, match=r"^stepper must say how to move, such as Apgd\(\) or Sign\(0.01\), got"):
+        search(lambda x, rows: x.flatten(1).sum(dim=1), torch.rand(2, 1, 2, 2), Linf(0.1), stepper=stepper, steps=1)

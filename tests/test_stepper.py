@@ -131,9 +131,25 @@ def test_a_step_must_be_positive(make: object) -> None:
         make()
 
 
+@pytest.mark.parametrize("step", ["a", True, [0.1], torch.nan, torch.inf])
+def test_a_step_or_share_is_a_number(step: object) -> None:
+    for make in (Sign, Normalised, Adamax, Langevin, lambda size: Apgd(step=size)):
+        with pytest.raises(
+            ValueError, match=r"step must be (a positive number, got ('a'|True|\[)|positive, got (nan|inf))"
+        ):
+            make(step)
+    for kind in (Sign, Normalised):
+        with pytest.raises(ValueError, match=r"share must be (a positive number|positive), got"):
+            kind(share=step)
+    with pytest.raises(ValueError, match="share must be a positive number, got None"):
+        Sign(share=None)
+
+
 def test_unknown_schedules_and_negative_noise_are_refused() -> None:
     with pytest.raises(ValueError, match="unknown schedule 'cosin'; did you mean 'cosine'"):
         Adamax(schedule="cosin")
+    with pytest.raises(ValueError, match=r"unknown schedule \['cosine'\]; did you mean 'cosine'"):
+        Adamax(schedule=["cosine"])
     with pytest.raises(ValueError, match="noise must not be negative"):
         Langevin(noise=-1.0)
 

@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
+from numbers import Real
 from typing import Any, ClassVar
 
 import torch
@@ -41,7 +42,7 @@ class Ball(ABC):
     def __init__(self, eps: float | Sequence[float], box: tuple[float, float] | None = (0.0, 1.0)) -> None:
         rungs: Sequence[Any] = eps if isinstance(eps, Sequence) and not isinstance(eps, str) else (eps,)
         try:
-            ladder = tuple(float(rung) for rung in rungs)
+            ladder = tuple(_number(rung) for rung in rungs)
         except (TypeError, ValueError):
             raise ValueError(f"eps must be a positive number or a list of them, got {eps!r}") from None
         if not ladder:
@@ -49,7 +50,7 @@ class Ball(ABC):
         for rung in ladder:
             if not (rung > 0 and math.isfinite(rung)):
                 raise ValueError(f"eps must be positive, got {rung:g}")
-        if box is not None and not box[0] < box[1]:
+        if box is not None and not _is_box(box):
             raise ValueError(f"box must be (low, high) with low < high, got {box}")
         self.ladder = ladder
         self.eps = max(ladder)
@@ -116,6 +117,24 @@ class Ball(ABC):
         eps = f"{self.eps:g}" if len(self.ladder) == 1 else "[" + ", ".join(f"{rung:g}" for rung in self.ladder) + "]"
         box = "" if self.box == (0.0, 1.0) else f", box={self.box}"
         return f"{type(self).__name__}({eps}{box})"
+
+
+def _number(value: Any) -> float:
+    """A number as a float.
+
+    Raises:
+        TypeError: it is none, as a bool or a string is none.
+    """
+    if isinstance(value, bool | str):
+        raise TypeError(f"{value!r} is no number")
+    return float(value)
+
+
+def _is_box(box: object) -> bool:
+    """Whether these are two numbers, the first of them smaller."""
+    if not isinstance(box, Sequence) or len(box) != 2 or not all(isinstance(bound, Real) for bound in box):
+        return False
+    return bool(box[0] < box[1])
 
 
 @BALLS.register("linf")

@@ -29,7 +29,7 @@ from gatecrash.audit import (
     run_demo,
 )
 from gatecrash.audit.manifest import versions
-from gatecrash.audit.models import load_model
+from gatecrash.audit.models import WITH_WEIGHTS, load_model
 from gatecrash.audit.plan import sentence
 from gatecrash.bundle import Bundle, Check
 from gatecrash.data import describe_sources
@@ -252,7 +252,7 @@ def collide_command(
 @app.command("dims")
 def dims_command(
     model: Annotated[
-        str, typer.Argument(help="torchvision:NAME, timm:NAME, builtin:NAME, bundle:DIR, module:function.")
+        str, typer.Argument(help="torchvision:NAME, timm:NAME, builtin:NAME, clip:DIR, bundle:DIR, module:function.")
     ],
     shape: Annotated[str, typer.Option("--input", help="Channels, height and width of an image.")] = "3,224,224",
     layer: Annotated[str | None, typer.Option(help="The latent of the last row; the output by default.")] = None,
@@ -262,7 +262,7 @@ def dims_command(
     """Show how every layer of a network shrinks its input, and how surely outliers cover its latent space."""
     if not all(part.strip().isdecimal() for part in shape.split(",")):
         raise ValueError(f"--input must be channels,height,width, got {shape!r}")
-    known_weights = None if model.startswith("bundle:") else "random"
+    known_weights = None if model.partition(":")[0] in ("bundle", *WITH_WEIGHTS) else "random"
     network = load_model(ModelPlan(name=model, weights=known_weights), Path(), trust=trust)
     rows = dims_rows(network, [int(part) for part in shape.split(",")], layer)
     shown = [row | {"covering": f"{row['covering']:.3g}", "reduces": "yes" if row["reduces"] else "no"} for row in rows]

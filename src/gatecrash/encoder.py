@@ -19,9 +19,9 @@ from gatecrash.layout import laid_out_for
 from gatecrash.protocols import Latent
 from gatecrash.speed import is_laid_out
 from gatecrash.taps import evaluating as evaluating
-from gatecrash.taps import require_python
 from gatecrash.taps import first_tensor as first_tensor
 from gatecrash.taps import recording as recording
+from gatecrash.taps import require_python
 
 Pool = Literal["mean", "flatten"] | None
 

@@ -92,8 +92,10 @@ def search(
 
     Raises:
         ValueError: the start is no batch of images, the objective is NaN at it or has no gradient, or an option is off.
+        TypeError: the stepper is none.
     """
     check_start(start, ball)
+    check_stepper(stepper)
     check_options(
         start,
         steps,
@@ -265,6 +267,12 @@ def check_options(start: Tensor, steps: int, **options: Unpack[SearchOptions]) -
         raise ValueError("keep='last' follows one run; restarts need keep='best'")
     if stop is not None:
         check_level("stop", stop, len(start))
+
+
+def check_stepper(stepper: object) -> None:
+    """Raises a TypeError for what does not say how to move, a stepper's class or name among it."""
+    if isinstance(stepper, type) or not (hasattr(stepper, "begin") and hasattr(stepper, "move")):
+        raise TypeError(f"stepper must say how to move, such as Apgd() or Sign(0.01), got {stepper!r}")
 
 
 def check_counts(**counts: int | None) -> None:

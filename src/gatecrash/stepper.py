@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
+from numbers import Real
 from typing import Literal
 
 import torch
@@ -39,13 +40,20 @@ def scheduled(size: float, schedule: str, walk: Walk) -> float:
 
 
 def check_options(step: float | None, schedule: str, share: float = 1.0) -> None:
-    """Raises a ValueError for a step or share that is not positive or a schedule that does not exist."""
-    if step is not None and not step > 0:
-        raise ValueError(f"step must be positive, got {step:g}")
-    if not share > 0:
-        raise ValueError(f"share must be positive, got {share:g}")
-    if schedule not in SCHEDULES:
+    """Raises a ValueError for a step or share that is no positive number or a schedule that does not exist."""
+    if step is not None:
+        check_positive("step", step)
+    check_positive("share", share)
+    if not isinstance(schedule, str) or schedule not in SCHEDULES:
         raise ValueError(unknown("schedule", schedule, list(SCHEDULES)))
+
+
+def check_positive(name: str, value: object) -> None:
+    """Raises a ValueError unless it is a positive number."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise ValueError(f"{name} must be a positive number, got {value!r}")
+    if not 0 < float(value) < math.inf:
+        raise ValueError(f"{name} must be positive, got {float(value):g}")
 
 
 def gradient_of(walk: Walk) -> Tensor:

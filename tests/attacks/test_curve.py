@@ -182,6 +182,29 @@ def test_the_small_image_and_the_large_one_can_both_be_attacked() -> None:
     torch.testing.assert_close(high.distance("l2"), torch.full((4,), eps * 1728**0.5, dtype=torch.float64))
 
 
+class Untouched(LinearScore):
+    """No image may be scored."""
+
+    def encode(self, x: Tensor) -> Tensor:
+        raise AssertionError("an image was scored")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"step": "a"}, "step must be a positive number, got 'a'"),
+        ({"step": True}, "step must be a positive number, got True"),
+        ({"step": None}, "step must be a positive number, got None"),
+        ({"step": 0.0}, "step must be positive, got 0"),
+        ({"step": float("nan")}, "step must be positive, got nan"),
+        ({"at": (0.1, -1.0)}, "a norm must not be negative, got -1"),
+    ],
+)
+def test_a_step_or_norm_that_is_none_is_refused_before_an_image_is_scored(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        perturbation_curve(Untouched(linear().weights), images(4, 0), images(4, 1), **options)
+
+
 def test_bad_input_is_refused() -> None:
     score, x = linear(), images(4, 0)
     with pytest.raises(ValueError, match="direction must be 'in', 'out' or 'both', got 'up'"):
@@ -192,9 +215,7 @@ def test_bad_input_is_refused() -> None:
         curve_of(x, x, norm="l2")
     with pytest.raises(ValueError, match="norm must be 'l2' or 'linf', got 'l1'"):
         perturbation_curve(score, x, x, norm="l1")
-    with pytest.raises(ValueError, match="a norm must not be negative, got -1"):
-        perturbation_curve(score, x, x, at=(-1.0,))
-    for at in (0.1, "1", None):
+    for at in (0.1, "1", None, [True]):
         with pytest.raises(ValueError, match="at must be a list of norms, such as"):
             perturbation_curve(score, x, x, at=at)
     with pytest.raises(TypeError, match="detector must be a detector, such as MSP"):

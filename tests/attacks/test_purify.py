@@ -123,3 +123,9 @@ def test_a_learning_rate_far_too_large_leaves_finite_features() -> None:
     found = purify(lambda z: 1e6 * z.square().sum(dim=1), features, step=1.0, steps=100, keep="last")
     assert found.x.isfinite().all()
     assert (found.x.abs() > 1e6).all()  # it did diverge, and says so by where it ended
+
+
+def test_a_judge_without_a_gradient_is_told_whatever_the_pull() -> None:
+    for pull in (0.0, 0.1):
+        with pytest.raises(ValueError, match="has no gradient"):
+            purify(lambda z: z.detach().sum(dim=1), torch.rand(3, 10), pull=pull, steps=2)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from gatecrash import L2, Ball, Encoder, Linf, admit, collide, evict, worst_case
 from gatecrash.attacks import attack_mahalanobis, attack_softmax, score_to
@@ -20,6 +20,19 @@ from small_models import blank, one_thread, squares, trained_net  # noqa: F401
 def linear(x: Tensor, rows: Tensor) -> Tensor:
     """Σ x, which an attack makes small by darkening."""
     return x.flatten(1).sum(dim=1)
+
+
+class Doubled(nn.Module):
+    """A network in float64, which takes images of any kind."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits in float64."""
+        logits: Tensor = self.network(x.double())
+        return logits
 
 
 def on_grid(x: Tensor) -> Tensor:
@@ -214,8 +227,33 @@ def test_batches_are_evaluated_in_parts() -> None:
     torch.testing.assert_close(whole.value, detector(whole.x).detach())
 
 
+def test_values_have_the_images_dtype_whatever_the_networks() -> None:
+    """A network in float64 on images in float32, as an audit's checks put its values beside those of a search."""
+    detector, start = Energy(Doubled(trained_net())), on_grid(blank(4))
+    rounded = to_8bit(start, start, Linf(3 / 255), LowerScore(detector), batch_size=3)
+    assert rounded.value.dtype == rounded.value_before.dtype == rounded.cost.dtype == torch.float32
+    found = evict(detector, start, Linf(3 / 255), steps=3, eight_bit=True)
+    assert found.value.dtype == torch.float32
+    places = torch.zeros(4)
+    places[torch.arange(4)] = found.value  # which refuses another dtype
+    torch.testing.assert_close(places, -detector(found.x).detach())
+
+
 def test_bad_input_is_refused() -> None:
     x = torch.rand(2, 1, 3, 3)
+    for ball in (None, 0.1, Linf):
+        with pytest.raises(TypeError, match="ball must say norm and radius, such as Linf"):
+            to_8bit(x, x, ball, linear)
+    for objective, name in (
+        (None, "NoneType"),
+        (LowerScore, "the class LowerScore"),
+        (Energy(trained_net()), "Energy"),
+    ):
+        with pytest.raises(TypeError, match=rf"such as LowerScore\(detector\), got {name}$"):
+            to_8bit(x, x, Linf(0.1), objective)
+    for size in (0, -1, 1.5):
+        with pytest.raises(ValueError, match=f"batch_size must be a whole number of at least 1, got {size}"):
+            to_8bit(x, x, Linf(0.1), linear, batch_size=size)
     with pytest.raises(ValueError, match="same shape"):
         to_8bit(x[:1], x, L2(1.0), linear)
     with pytest.raises(ValueError, match=r"x must lie in \[0, 1\]"):

@@ -1,5 +1,7 @@
 """Attacks on a score, on linear scores whose optimum in the ball is known exactly."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -108,3 +110,23 @@ def test_a_detector_that_is_not_fitted_is_refused() -> None:
     for attack in (admit, evict):
         with pytest.raises(ValueError, match="Mahalanobis is not fitted; call fit"):
             attack(detector, CENTRE, L2(1.0))
+
+
+@pytest.mark.parametrize(("stop", "shown"), [("x", "'x'"), ([1, 2], r"\[1, 2\]")])
+def test_a_stop_that_is_no_score_is_refused_on_both_sides(stop: object, shown: str) -> None:
+    for attack in (admit, evict):
+        with pytest.raises(ValueError, match=rf"stop must be one number or of shape \(4,\), got {shown}$"):
+            attack(linear(), CENTRE, Linf(0.1), stop=stop)
+
+
+class Untouched(LinearScore):
+    """No image may be scored."""
+
+    def encode(self, x: Tensor) -> Tensor:
+        raise AssertionError("an image was scored")
+
+
+@pytest.mark.parametrize("attack", [admit, evict, lambda d, x, ball, **o: score_to(d, x, 0.0, ball, **o)])
+def test_a_ball_without_grey_levels_is_refused_before_the_attack(attack: Any) -> None:
+    with pytest.raises(ValueError, match=r"8-bit images need a ball with the box \(0, 1\), got None"):
+        attack(Untouched(linear().weights), CENTRE, Linf(0.1, box=None), eight_bit=True)

@@ -208,6 +208,21 @@ def test_surrogates_do_not_saturate() -> None:
         assert gradient.abs().amax(dim=1).min() > 0.3
 
 
+class Untouched(MSP):
+    """No image may be scored."""
+
+    def encode(self, x: Tensor) -> Tensor:
+        raise AssertionError("an image was scored")
+
+
+@pytest.mark.parametrize("kind", [Linf, L2])
+def test_a_narrower_box_is_kept_to(kind: type[Ball]) -> None:
+    images = squares(4)[0].clamp(0.2, 0.8)
+    found = worst_case(MSP(logits()), images, kind(0.3, box=(0.2, 0.8)), "in", "quick")
+    assert float(found.x.min()) >= 0.2 - 1e-6 and float(found.x.max()) <= 0.8 + 1e-6
+    assert (found.score > found.start_score).all()
+
+
 def test_bad_options_are_refused() -> None:
     detector = MSP(logits())
     with pytest.raises(ValueError, match="side must be 'out' or 'in', got 'both'"):
@@ -235,6 +250,15 @@ def test_bad_options_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             worst_case(detector, blank(2), Linf(0.1), "out", "quick", **options)
+    for ball in (Linf(0.1, box=None), L2(0.1, box=(-1.0, 2.0))):
+        with pytest.raises(
+            ValueError, match=r"a ball with a box in \[0, 1\], such as the default \(0, 1\), got L.*, box="
+        ):
+            worst_case(detector, blank(2), ball, "out", "quick")
+    with pytest.raises(ValueError, match=r"start must lie in the ball's box \(0.6, 0.9\), got values from"):
+        worst_case(Untouched(logits()), torch.full((2, 1, 6, 6), 0.5), Linf(0.1, box=(0.6, 0.9)), "out", "quick")
+    with pytest.raises(ValueError, match=r"8-bit images need a ball with the box \(0, 1\), got \(0.1, 0.9\)"):
+        worst_case(Untouched(logits()), torch.full((2, 1, 6, 6), 0.5), Linf(0.1, box=(0.1, 0.9)), "out", eight_bit=True)
     with pytest.raises(ValueError, match="Mahalanobis is not fitted"):
         worst_case(Mahalanobis(features()), blank(2), Linf(0.1), "out")
 

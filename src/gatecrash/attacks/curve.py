@@ -18,7 +18,7 @@ from gatecrash.found import Found
 from gatecrash.images import check_images
 from gatecrash.metrics import auroc
 from gatecrash.protocols import Detector
-from gatecrash.stepper import Sign
+from gatecrash.stepper import Sign, check_positive
 
 Norm = Literal["l2", "linf"]
 
@@ -149,6 +149,7 @@ def perturbation_curve(
     """
     require_fitted(detector)
     _check_rows(norm, at)
+    check_positive("step", step)
     check_counts(steps=steps, batch_size=batch_size)
     if direction not in ("in", "out", "both"):
         raise ValueError(f"direction must be 'in', 'out' or 'both', got {direction!r}")
@@ -190,14 +191,21 @@ def curve_of(
 def _check_rows(norm: object, at: object) -> None:
     """Raises a ValueError unless these are the name of a norm, and sizes in it."""
     check_norm(norm)
-    if not isinstance(at, Sequence) or not all(isinstance(each, Real) for each in at):
+    if not isinstance(at, Sequence) or not all(isinstance(each, Real) and not isinstance(each, bool) for each in at):
         raise ValueError(f"at must be a list of norms, such as [1 / 255], got {at!r}")
+    for each in at:
+        _check_size(each)
+
+
+def _check_size(at: float) -> None:
+    """Raises a ValueError for the size of a perturbation that is negative or NaN."""
+    if not at >= 0:
+        raise ValueError(f"a norm must not be negative, got {at:g}")
 
 
 def row_of(inliers: Path, outliers: Path, at: float) -> CurveRow:
     """The AUROC of two paths before the attack and at a norm."""
-    if not at >= 0:
-        raise ValueError(f"a norm must not be negative, got {at:g}")
+    _check_size(at)
     pair = inliers.at(at), outliers.at(at)
     there = ~torch.cat(pair).isnan()
     after = auroc(*pair) if bool(there.all()) else None

@@ -107,4 +107,8 @@ class Likelier:
         score = self.judge(z)
         if score.shape != (len(z),):
             raise ValueError(f"judge must give one score per sample, ({len(z)},), got {tuple(score.shape)}")
+        if z.requires_grad and not score.requires_grad:
+            raise ValueError(
+                "judge has no gradient with respect to the features; look for detach(), no_grad() or numpy in it"
+            )
         return score + self.pull * (z - self.reference[rows]).square().flatten(1).sum(dim=1)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from gatecrash.attacks.options import check_ball, check_counts
 from gatecrash.ball import Ball, Linf
 from gatecrash.found import Found
 from gatecrash.images import check_images, check_pair
@@ -92,13 +93,16 @@ def to_8bit(x: Tensor, start: Tensor, ball: Ball, objective: Objective, *, batch
         batch_size: evaluate this many images at a time.
 
     Raises:
-        ValueError: x and start are no images of one shape, or the ball's box is not (0, 1).
+        ValueError: x and start are no images of one shape, the ball's box is not (0, 1), or the batch size is none.
+        TypeError: the ball or the objective is none.
     """
     check_images(x, "x")
     check_images(start, "start")
     check_pair(start, x)
-    if ball.box != (0.0, 1.0):
-        raise ValueError(f"8-bit images need a ball with the box (0, 1), got {ball.box}")
+    check_ball(ball)
+    check_box(ball)
+    check_counts(batch_size=batch_size)
+    check_objective(objective)
     exact = torch.float64 if x.device.type != "mps" else torch.float32
     levels, centre = (LEVELS * images.detach().to(exact) for images in (x, start))
     if isinstance(ball, Linf):
@@ -112,6 +116,19 @@ def to_8bit(x: Tensor, start: Tensor, ball: Ball, objective: Objective, *, batch
     rounded = (grid / LEVELS).to(x)
     value, before = (_values(objective, images, batch_size) for images in (rounded, x.detach()))
     return Rounded(rounded, ball.contains(rounded, start), value, before)
+
+
+def check_box(ball: Ball) -> None:
+    """Raises a ValueError unless the ball's box is the one that the grey levels fill."""
+    if ball.box != (0.0, 1.0):
+        raise ValueError(f"8-bit images need a ball with the box (0, 1), got {ball.box}")
+
+
+def check_objective(objective: object) -> None:
+    """Raises a TypeError for what is no function of images and rows, a detector for one."""
+    if not callable(objective) or isinstance(objective, type) or hasattr(objective, "judge"):
+        given = f"the class {objective.__name__}" if isinstance(objective, type) else type(objective).__name__
+        raise TypeError(f"objective must be what the attack made small, such as LowerScore(detector), got {given}")
 
 
 def _pulled_back(levels: Tensor, centre: Tensor, reach: float, dtype: torch.dtype) -> Tensor:
@@ -133,7 +150,7 @@ def _pulled_back(levels: Tensor, centre: Tensor, reach: float, dtype: torch.dtyp
 
 
 def _values(objective: Objective, x: Tensor, batch_size: int | None) -> Tensor:
-    """The objective at every image, (B,), without gradients."""
+    """The objective at every image, (B,), in the images' dtype, without gradients."""
     rows = torch.arange(len(x), device=x.device).split(batch_size or len(x))
     with torch.no_grad():
-        return torch.cat([objective(x[part], part) for part in rows])
+        return torch.cat([objective(x[part], part) for part in rows]).to(x.dtype)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gatecrash.attacks.options import check_ball
 from gatecrash.attacks.registry import register
-from gatecrash.attacks.rounding import in_8bit
+from gatecrash.attacks.rounding import check_box, in_8bit
 from gatecrash.ball import Ball
 from gatecrash.found import Found
 from gatecrash.images import check_images
@@ -49,6 +49,8 @@ def admit(
     """
     require_fitted(detector)
     check_ball(ball)
+    if eight_bit:
+        check_box(ball)
     objective = LowerScore(detector)
     found = search(objective, outliers, ball, stepper=stepper or Apgd(), steps=steps, **options)
     if eight_bit:
@@ -74,8 +76,10 @@ def evict(
     """
     require_fitted(detector)
     check_ball(ball)
+    if eight_bit:
+        check_box(ball)
     stop = options.get("stop")
-    if stop is not None:
+    if isinstance(stop, int | float | Tensor):  # the search refuses anything else
         options["stop"] = -stop
     objective = RaiseScore(detector)
     found = search(objective, inliers, ball, stepper=stepper or Apgd(), steps=steps, **options)
@@ -104,6 +108,8 @@ def score_to(
     require_fitted(detector)
     check_images(start, "start")
     check_ball(ball)
+    if eight_bit:
+        check_box(ball)
     goal = torch.as_tensor(value, dtype=start.dtype, device=start.device)
     if goal.ndim and goal.shape != start.shape[:1]:
         raise ValueError(f"value must be one number or of shape ({len(start)},), got {tuple(goal.shape)}")

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from gatecrash.attacks.options import check_ball, check_counts, check_side
 from gatecrash.attacks.registry import register
+from gatecrash.attacks.rounding import check_box
 from gatecrash.attacks.score import require_fitted
 from gatecrash.attacks.suite import Budget, Side, Suite, WorstCase
 from gatecrash.ball import Ball
 from gatecrash.images import check_images
 from gatecrash.protocols import Detector
-from gatecrash.search import check_level, generator_for
+from gatecrash.search import check_level, check_start, generator_for
 
 BUDGETS = {
     "quick": Budget(
@@ -89,7 +90,8 @@ def worst_case(
     Args:
         detector: any detector, fitted.
         images: (B, C, H, W) in [0, 1].
-        ball: how far an image may be moved; with a list of eps, each starts from what the one before found.
+        ball: how far an image may be moved; with a list of eps, each starts from what the one before found. Its box
+            must lie in [0, 1], where detectors take images.
         side: "out" lowers the score of outliers, "in" raises that of inliers.
         budget: how much work.
         others: images of the other side to collide with: inliers for "out", outliers for "in".
@@ -108,6 +110,11 @@ def worst_case(
     require_fitted(detector)
     check_images(images)
     check_ball(ball)
+    if ball.box is None or ball.box[0] < 0 or ball.box[1] > 1:
+        raise ValueError(f"the suite needs a ball with a box in [0, 1], such as the default (0, 1), got {ball}")
+    if eight_bit:
+        check_box(ball)
+    check_start(images, ball)
     check_side(side)
     check_counts(batch_size=batch_size)
     if not isinstance(budget, str) or budget not in BUDGETS:

@@ -26,7 +26,6 @@ from gatecrash.detectors import DETECTORS, Detector, Expected, ScoreEnsemble, bu
 from gatecrash.encoder import Encoder
 from gatecrash.files import at_home
 from gatecrash.images import Images, batches
-from gatecrash.networks import hash_of
 
 
 @dataclass(frozen=True)
@@ -62,11 +61,11 @@ class Job:
     showcases: Sequence[Showcase] = field(default_factory=list)
 
     @property
-    def networks(self) -> dict[str, str]:
-        """The SHA-256 of every network's weights, and of every detector without one."""
+    def networks(self) -> dict[str, nn.Module]:
+        """Every network, and every detector without one, by what the manifest calls it."""
         alone = [detector for detector in self.detectors.values() if not encoders_in(detector)]
         models = {id(model): model for model in [*(encoder.model for encoder in self.encoders), *alone]}
-        return {f"{type(model).__name__} {number}": hash_of(model) for number, model in enumerate(models.values())}
+        return {f"{type(model).__name__} {number}": model for number, model in enumerate(models.values())}
 
     @property
     def encoders(self) -> list[Encoder]:

@@ -7,21 +7,34 @@ from pathlib import Path
 from typing import Any, get_args
 
 import yaml
-from pydantic import ValidationError
 
+from gatecrash.audit.arguments import (
+    attack_plans,
+    check_encoder,
+    check_folder,
+    check_numbers,
+    check_set_names,
+    check_starts,
+    check_switches,
+    checked_attacks,
+    checked_balls,
+    checked_detectors,
+    checked_outliers,
+)
 from gatecrash.audit.checks import run_checks
-from gatecrash.audit.job import Job, as_set, encoders_in, job_of_plan, named_detectors
-from gatecrash.audit.manifest import manifest_of, pick_device
-from gatecrash.audit.plan import AttackPlan, Plan, SearchPrecision, check_titles, read_plan, sentence
+from gatecrash.audit.job import Job, as_set, encoders_in, job_of_plan
+from gatecrash.audit.manifest import manifest_of, pick_device, with_copies
+from gatecrash.audit.plan import Plan, SearchPrecision, read_plan
 from gatecrash.audit.rows import rows_of, sample_rows
 from gatecrash.audit.run import measure, rehearse
 from gatecrash.audit.running import carry_out, refuse_other_runs
-from gatecrash.ball import BALLS, Ball
+from gatecrash.ball import Ball
 from gatecrash.bundle import Bundle, Results
 from gatecrash.data import ImageSet
 from gatecrash.detectors import Detector
 from gatecrash.encoder import Encoder
 from gatecrash.images import Images
+from gatecrash.networks import hash_of
 from gatecrash.speed import plainly
 
 
@@ -61,20 +74,26 @@ def audit(
         The content of `results.json`.
 
     Raises:
-        ValueError: a detector is not fitted, images do not fit, a ball is none that a plan can express, or the folder
-            holds another run.
+        ValueError: an argument is no such thing, a detector is not fitted, images do not fit, a ball is none that a
+            plan can express, or the folder holds another run.
     """
+    named = checked_detectors(detectors)
+    check_folder(out)
+    check_numbers(steps=steps, seed=seed, batch_size=batch_size)
+    check_switches(resume=resume)
+    check_encoder("features", features)
     if precision not in get_args(SearchPrecision):
         raise ValueError(f"precision must be 'auto' or 'float32', got {precision!r}")
-    check_expressible(balls)
-    named = named_detectors(detectors)
-    for detector in named.values():
-        detector.require_fitted()
     wanted = [
         {"name": "admit", "side": "both", "ball": {"norm": b.norm, "eps": list(b.ladder)}, "steps": steps}
-        for b in balls
+        for b in checked_balls(balls)
     ]
-    plans = attack_plans([*wanted, *attacks])
+    plans = attack_plans([*wanted, *checked_attacks(attacks)])
+    named_outliers = checked_outliers(outliers)
+    check_set_names(list(named_outliers))
+    check_starts(plans, list(named_outliers))
+    for detector in named.values():
+        detector.require_fitted()
     first = next((part for detector in named.values() for part in encoders_in(detector)), features)
     for plan in plans:
         if plan.reads_network and first is None:
@@ -83,11 +102,7 @@ def audit(
                 "of: detector need none"
             )
     device = next(iter(named.values())).device
-    sets = {name: as_set(data, name) for name, data in outliers.items()}
-    if "inliers" in sets:
-        raise ValueError("a set of outliers cannot be called 'inliers'")
-    if not sets:
-        raise ValueError("outliers must hold at least one set of images")
+    sets = {name: as_set(data, name) for name, data in named_outliers.items()}
     job = Job(
         plan=yaml.safe_dump(
             {
@@ -155,7 +170,7 @@ def measure_and_write(job: Job, bundle: Bundle, *, resume: bool) -> Results:
     manifest = manifest_of(
         seed=job.seed,
         device=job.device,
-        networks=job.networks,
+        networks={name: hash_of(network) for name, network in job.networks.items()},
         sets=job.sets,
         attacks=job.attacks,
         precision=job.precision,
@@ -170,29 +185,9 @@ def measure_and_write(job: Job, bundle: Bundle, *, resume: bool) -> Results:
     bundle.write_samples(list(sample_rows(job, measured)))
     bundle.write_pictures(measured.pictures)
     rows = rows_of(job, measured)
-    bundle.write_results(rows, run_checks(job, measured, rows), manifest)
+    bundle.write_results(rows, run_checks(job, measured, rows), with_copies(manifest, job.networks))
     from gatecrash.report import write_report  # slow to import, and needed only here
 
     write_report(bundle)
     work.clear()
     return bundle.results()
-
-
-def check_expressible(balls: Sequence[Ball]) -> None:
-    """Raises a ValueError for a ball of which a plan, which has a norm and eps, would make another."""
-    for ball in balls:
-        plain = BALLS[ball.norm]
-        if type(ball) is not plain:
-            raise ValueError(f"balls: for {ball.norm} a plan takes {plain.__name__}, so it cannot express {ball}")
-        if ball.box != (0.0, 1.0):
-            raise ValueError(f"balls: the balls of a plan have the box (0, 1), so it cannot express {ball}")
-
-
-def attack_plans(attacks: Sequence[Mapping[str, Any]]) -> list[AttackPlan]:
-    """Attacks as in a plan, checked."""
-    try:
-        plans = [AttackPlan.model_validate(dict(attack)) for attack in attacks]
-    except ValidationError as error:
-        raise ValueError(f"attacks: {sentence(error, AttackPlan)}") from None
-    check_titles([f"{p.title} {p.ball.norm} {p.ball.eps}" for p in plans], "attack", "once is enough")
-    return plans

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from gatecrash.audit.plan import AttackPlan, SearchPrecision
 from gatecrash.audit.steps import is_long, is_wide
 from gatecrash.data import ImageSet, fingerprint
 from gatecrash.half import FAR_ANNEALED
+from gatecrash.prepared import facts
 
 LIBRARIES = ("gatecrash", "torch", "torchvision", "timm", "numpy", "scikit-learn", "safetensors")
 
@@ -56,14 +58,26 @@ def precision_path(
     *,
     prepares: bool = True,
 ) -> str:
-    """The precision that numbers come from, and the attacks that a GPU takes on prepared copies of the networks."""
+    """The precision that numbers come from, and how attacks run the networks otherwise than as they are."""
     fast = [attack for attack in attacks if is_long(attack)]
+    if device.type == "cpu" and precision == "auto" and attacks and prepares:
+        return "float32, the networks as they are; in attacks those with convolutions may get their channels last"
     if device.type != "cuda" or precision == "float32" or not fast or not prepares:
         return "float32, the networks as they are"
     pixels = next(iter(sets.values())).x[0].numel()
     half = [attack for attack in fast if is_wide(attack, pixels)]
     words = f"float32, prepared copies of the networks, where there can be one, for the steps of {named(fast)}"
     return f"{words}, at most {FAR_ANNEALED:.0%} of them in bf16 in {named(half)}" if half else words
+
+
+def with_copies(manifest: Mapping[str, Any], networks: Mapping[str, nn.Module]) -> dict[str, Any]:
+    """The manifest of a run that is over: also how the prepared copies of its networks have run, where there were any.
+
+    Of a run that was killed and went on, these are the copies since then.
+    """
+    copies = {name: facts(network) for name, network in networks.items()}
+    told = {name: each for name, each in copies.items() if each}
+    return dict(manifest) | ({"prepared_copies": told} if told else {})
 
 
 def named(attacks: Sequence[AttackPlan]) -> str:
