@@ -183,3 +183,18 @@ def test_a_shape_that_does_not_fit_is_refused() -> None:
         dimension_table(Pair(), (3, 7, 7))
     with pytest.raises(ValueError, match="Twice has no layer 'blok'"):
         dims_rows(Twice(), (3, 7, 7), "blok")
+
+
+class Placed(nn.Module):
+    """A layer with an embedding of positions added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places, self.linear = nn.Embedding(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.places(torch.arange(2)).sum(dim=0) + self.linear(x.flatten(1))
+
+
+def test_an_embedding_of_positions_is_no_layer_of_the_image() -> None:
+    assert [part.name for part in dimension_table(Placed(), (1, 2, 2))] == ["linear"]

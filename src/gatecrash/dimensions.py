@@ -68,7 +68,8 @@ def dimension_table(model: nn.Module, input_shape: Sequence[int]) -> list[LayerD
     """The dimensions of every layer that runs on an image, in the order of their calls.
 
     A layer is a module that calls no other; one that runs several times is listed as often. The first of them reads
-    the image, and so does every layer that reads the same memory; all the others read latents.
+    the image, and so does every layer that reads the same memory; all the others read latents. What reads whole
+    numbers, as an embedding of positions, reads neither, and is left out.
 
     Args:
         model: any network or `Encoder`; it runs once, on a black image, and is left as it is.
@@ -87,6 +88,8 @@ def dimension_table(model: nn.Module, input_shape: Sequence[int]) -> list[LayerD
         return PIXEL_BITS if tensor.untyped_storage().data_ptr() in pixels else FLOAT_BITS
 
     def add(name: str, module: nn.Module, source: Tensor, output: Tensor) -> None:
+        if source.dtype in (torch.int32, torch.int64):
+            return
         if not table:
             pixels[source.untyped_storage().data_ptr()] = source
         inputs, outputs = source.numel(), output.numel()
