@@ -138,6 +138,51 @@ def test_what_crosses_is_what_the_detector_itself_says(side: str, monkeypatch: p
     assert bool((found.distance[~across] <= 1.01 * exact[~across] + rounding).all())
 
 
+class Floored(LinearScore):
+    """The mean pixel above a level, and no less: a score that reaches a threshold and never goes below it."""
+
+    def judge(self, z: Tensor) -> Tensor:
+        return (z.mean(dim=1) - 0.3).clamp_min(0)
+
+
+class Stepped(LinearScore):
+    """The mean pixel in eighths, with the gradient of the mean."""
+
+    def judge(self, z: Tensor) -> Tensor:
+        mean = z.mean(dim=1)
+        return mean + ((8 * mean).round() / 8 - mean).detach()
+
+
+@pytest.mark.parametrize(
+    ("kind", "threshold", "mean_there"), [(Floored, 0.0, 0.3), (Stepped, 0.5, 0.5625)], ids=["floor", "steps"]
+)
+def test_a_threshold_that_is_a_level_of_the_score_is_reached(
+    kind: type[LinearScore], threshold: float, mean_there: float
+) -> None:
+    score, x = kind(torch.zeros(SHAPE)), images(6, 0.6, 0.8)
+    found = minimal(score, x, "linf", threshold)
+    exact = x.flatten(1).mean(dim=1) - mean_there  # all pixels darker alike
+    assert found.success.all() and (score(found.x) <= threshold).all()
+    torch.testing.assert_close(found.distance, exact, rtol=0.02, atol=0)
+
+
+class Exploding(LinearScore):
+    """The mean pixel, and 1e18 where the first pixel is white."""
+
+    def judge(self, z: Tensor) -> Tensor:
+        return z.mean(dim=1) + 1e18 * (z[:, 0] == 1)
+
+
+def test_one_huge_score_says_nothing_of_the_others() -> None:
+    score, x = Exploding(torch.zeros(SHAPE)), images(6, 0.6, 0.8)
+    alone = minimal(score, x[1:], "linf", 0.5)
+    x[0, 0, 0, 0] = 1
+    found = minimal(score, x, "linf", 0.5)
+    assert found.success.all()
+    torch.testing.assert_close(found.distance[1:], alone.distance, rtol=0.01, atol=0)
+    torch.testing.assert_close(found.distance[1:], x[1:].flatten(1).mean(dim=1) - 0.5, rtol=0.02, atol=0)
+
+
 class Trembling(LinearScore):
     """The same, and another number at every look."""
 

@@ -123,7 +123,7 @@ def minimal(
     draws, few = draws_of(detector, images, batch_size), looked_at(images)
     exact = aim.sign * scores(detector, images, batch_size)
     across = (exact <= aim.stop) & (draws == 1)
-    aim = replace(aim, draws=draws, slack=slack_of(aim, images[few], few, exact))
+    aim = replace(aim, draws=draws, slack=slack_of(aim, images[few], exact[few]))
     size = batch_size or len(images)
     batches = zip(images.detach().split(size), across.split(size), strict=True)
     parts = [_Hunt(aim, part, BALLS[norm], steps, there).run(rounds, tolerance) for part, there in batches]
@@ -145,16 +145,18 @@ class _Aim:
     slack: float = 0.0
     """By how much a search is to go beyond, since its scores may be rounded otherwise."""
 
-    def judged(self, found: Found) -> Found:
-        """The same with what a score is outside the search."""
-        return self.scored_anew(found) if self.draws == 1 else self.drawn_anew(found)
+    def judged(self, found: Found, slack: Tensor) -> Found:
+        """The same with what a score is outside the search, `slack` (B,) being how far off it may be there."""
+        return self.scored_anew(found, slack) if self.draws == 1 else self.drawn_anew(found)
 
-    def scored_anew(self, found: Found) -> Found:
-        """The same with the scores that the detector gives what crossed."""
-        rows, value = found.success.nonzero().flatten(), found.value.clone()
-        value[rows] = (self.sign * scores(self.objective.detector, found.x[rows], None)).to(value) if len(rows) else 0
-        evaluations = found.evaluations + found.success.to(found.evaluations)
-        return replace(found, value=value, success=found.success & (value <= self.stop), evaluations=evaluations)
+    def scored_anew(self, found: Found, slack: Tensor) -> Found:
+        """The same with the scores that the detector gives what crossed, or may have."""
+        likely, value = found.value <= self.stop + slack, found.value.clone()
+        rows = likely.nonzero().flatten()
+        if len(rows):
+            value[rows] = (self.sign * scores(self.objective.detector, found.x[rows], None)).to(value)
+        evaluations = found.evaluations + likely.to(found.evaluations)
+        return replace(found, value=value, success=likely & (value <= self.stop), evaluations=evaluations)
 
     def drawn_anew(self, found: Found) -> Found:
         """The same with what a randomised score is at least, whatever draws the search was lucky with."""
@@ -165,21 +167,20 @@ class _Aim:
         return replace(found, value=value, success=value <= self.stop, evaluations=found.evaluations + self.draws)
 
 
-def slack_of(aim: _Aim, few: Tensor, rows: Tensor, exact: Tensor) -> float:
-    """How far scores in a search are from those outside it, by the median of a few images, and a little rounding."""
+def slack_of(aim: _Aim, few: Tensor, exact: Tensor) -> float:
+    """How far scores in a search are from those outside it: the median of a few images', and a little rounding."""
     with torch.no_grad():
-        searched = aim.objective(few, rows)
-    size = torch.cat([exact[exact.isfinite()], aim.stop.reshape(1)]).abs().mean()
-    apart = (searched - exact[rows]).abs().nan_to_num(0, 0, 0)
-    return float(apart.median() + 4 * torch.finfo(exact.dtype).eps * size)
+        searched = aim.objective(few, torch.arange(len(few), device=few.device))
+    apart = (searched - exact).abs().nan_to_num(0, 0, 0)
+    return float(apart.median() + 4 * torch.finfo(exact.dtype).eps * aim.stop.abs().nan_to_num(0, 0, 0))
 
 
 class _Hunt:
     """The same for one batch: `low` is a radius in which the search failed, `high` the distance of the nearest find.
 
     `point` is that find or, where there is none, the point of the least `value`; `best` is the best point of the looks
-    in which `best_value` was found. A sample is `rugged` when it took leaps to find an answer wrong. A search is to go
-    beyond the threshold by `slack`, and a sample is `misled` when its last one crossed by rounding alone.
+    in which `best_value` was found. A sample is `rugged` when it took leaps to find an answer wrong. A search may end
+    when it is beyond the threshold by `slack`, and a sample is `misled` when its last one crossed by rounding alone.
     """
 
     def __init__(self, aim: _Aim, start: Tensor, kind: type[Ball], steps: int, across: Tensor) -> None:
@@ -261,9 +262,10 @@ class _Hunt:
             generator=self.luck,
             precision="float32",  # the balls may be smaller than what half precision tells apart
         )
-        claimed, found = found, self.aim.judged(found)
-        self.misled[rows] = claimed.success & ~found.success & (self.aim.draws == 1)
-        self.slack[rows] += torch.where(self.misled[rows], found.value - claimed.value, 0)
+        claimed, found = found, self.aim.judged(found, self.slack[rows])
+        misled = (claimed.value <= self.aim.stop) & ~found.success & (self.aim.draws == 1)
+        self.misled[rows] = misled
+        self.slack[rows] = torch.where(misled, 2 * (found.value - claimed.value), self.slack[rows])
         self.evaluations[rows] += found.evaluations
         better = found.value < self.best_value[rows]
         self.best[rows] = choose(better, found.x, self.best[rows])
