@@ -1,5 +1,8 @@
 """Projection, directions and random starts of the balls."""
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -188,3 +191,9 @@ def test_what_is_not_a_number_is_nowhere() -> None:
     broken[1, 0, 0, 0] = torch.nan
     for ball in (L2(1.0), Linf(1.0)):
         assert ball.contains(broken, x).tolist() == [True, False]
+
+
+@pytest.mark.parametrize("box", [[0, 1], (0, 1), np.array([0.0, 1.0])], ids=["list", "ints", "array"])
+def test_a_box_is_two_floats_whatever_it_came_as(box: Any) -> None:
+    ball = Linf(0.1, box=box)
+    assert ball == Linf(0.1) and ball.box == (0.0, 1.0) and isinstance(ball.box, tuple)

@@ -165,3 +165,9 @@ def test_samples_are_chosen_whole_and_as_they_are(count: int) -> None:
         torch.testing.assert_close(chosen[row], (first if taken else second)[row], rtol=0, atol=0, equal_nan=True)
     for tensor, copy in zip((first, second), before, strict=True):
         torch.testing.assert_close(tensor, copy, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_step_may_be_a_tensor_of_one_number() -> None:
+    assert Sign(torch.tensor(0.01)).step == torch.tensor(0.01)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="step must be a positive number"):
+        Sign(torch.tensor([0.01]))  # type: ignore[arg-type]

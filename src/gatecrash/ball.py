@@ -54,7 +54,7 @@ class Ball(ABC):
             raise ValueError(f"box must be (low, high) with low < high, got {box}")
         self.ladder = ladder
         self.eps = max(ladder)
-        self.box = box
+        self.box = None if box is None else (float(box[0]), float(box[1]))
 
     @property
     def rungs(self) -> list[Ball]:
@@ -130,11 +130,13 @@ def _number(value: Any) -> float:
     return float(value)
 
 
-def _is_box(box: object) -> bool:
+def _is_box(box: Any) -> bool:
     """Whether these are two numbers, the first of them smaller."""
-    if not isinstance(box, Sequence) or len(box) != 2 or not all(isinstance(bound, Real) for bound in box):
+    try:
+        low, high = box
+    except (TypeError, ValueError):
         return False
-    return bool(box[0] < box[1])
+    return isinstance(low, Real) and isinstance(high, Real) and bool(low < high)
 
 
 @BALLS.register("linf")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from numbers import Real
 from operator import index
 from typing import Literal, TypedDict, Unpack, get_args
 
@@ -285,7 +286,7 @@ def check_counts(**counts: int | None) -> None:
 def check_level(name: str, level: float | Tensor | None, count: int | None = None) -> None:
     """Raises a ValueError unless a score to reach is one number or, where `count` is given, one per sample, not NaN."""
     wanted = "one number" if count is None else f"one number or of shape ({count},)"
-    if not isinstance(level, int | float | Tensor):
+    if not isinstance(level, Real | Tensor):
         raise ValueError(f"{name} must be {wanted}, got {level!r}")
     values = torch.as_tensor(level)
     if values.ndim and (count is None or values.shape != (count,)):

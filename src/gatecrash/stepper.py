@@ -50,6 +50,7 @@ def check_options(step: float | None, schedule: str, share: float = 1.0) -> None
 
 def check_positive(name: str, value: object) -> None:
     """Raises a ValueError unless it is a positive number."""
+    value = value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
     if not isinstance(value, Real) or isinstance(value, bool):
         raise ValueError(f"{name} must be a positive number, got {value!r}")
     if not 0 < float(value) < math.inf:

@@ -30,7 +30,7 @@ def in_training(model: nn.Module) -> list[nn.Module]:
     """The modules of a model that are in training mode; looked for in every pass, which on a small network shows."""
     found, waiting = list[nn.Module](), [model]
     for module in waiting:
-        if module.training:
+        if getattr(module, "training", False):  # which frozen TorchScript has not
             found.append(module)
         if module._modules:
             waiting += [child for child in module._modules.values() if child is not None]

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from torch import Tensor
+from torch import Tensor, nn
 
 import gatecrash as gate
-from gatecrash.audit.arguments import check_numbers, checked_list, shown
+from gatecrash.audit.arguments import checked_detectors, checked_list, shown, whole_numbers
 from gatecrash.detectors import Card, Detector, Energy
 from gatecrash.protocols import Latent
 from small_models import squares, trained_net
@@ -113,13 +114,21 @@ def test_a_class_is_shown_by_its_name() -> None:
 
 
 def test_whole_numbers_have_their_own_least_value() -> None:
-    check_numbers(seed=0, folds=2, repeats=1, steps=1, batch_size=2**62 - 1)
+    found = whole_numbers(seed=0, folds=np.int64(2), repeats=1, steps=np.uint8(1), batch_size=2**62 - 1)
+    assert found == [0, 2, 1, 1, 2**62 - 1] and {type(number) for number in found} == {int}
     for name, least in (("seed", 0), ("folds", 2), ("repeats", 1), ("steps", 1), ("batch_size", 1)):
         with pytest.raises(ValueError, match=f"{name} must be at least {least}, got {least - 1}"):
-            check_numbers(**{name: least - 1})
+            whole_numbers(**{name: least - 1})
+
+
+def test_whatever_gives_detectors_one_by_one_is_taken() -> None:
+    first, second = detector(), Energy(trained_net())
+    for several in ([first, second], (first, second), nn.ModuleList([first, second]), (d for d in (first, second))):
+        assert list(checked_detectors(several).values()) == [first, second]
 
 
 def test_a_tuple_is_a_list_too() -> None:
     balls = (gate.Linf(0.1), gate.L2(1.0))
     assert checked_list("balls", balls, gate.Ball, "balls", "[…]") == list(balls)
+    assert checked_list("balls", {0: balls[0], 1: balls[1]}.values(), gate.Ball, "balls", "[…]") == list(balls)
     assert checked_list("balls", (), gate.Ball, "balls", "[…]") == []

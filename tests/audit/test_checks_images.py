@@ -96,8 +96,8 @@ class Squashed(Brightness):
 
 @pytest.mark.parametrize(
     ("detector", "status"),
-    [(Beside(5.0), "fail"), (Squashed(), "pass")],
-    ids=["another order", "the same order"],
+    [(Beside(5.0), "fail"), (Beside(0.3), "warn"), (Squashed(), "pass")],
+    ids=["another order", "another order of a few", "the same order"],
 )
 def test_a_deployed_score_that_ranks_images_otherwise_is_told(detector: Detector, status: str) -> None:
     check = CHECKS["score_is_attacked"](evidence_for(detector))

@@ -243,6 +243,36 @@ def test_old_functions_are_never_used(change: Callable[[Functional], None]) -> N
     assert len(copies(model)) == 1
 
 
+def test_a_new_function_at_the_address_of_an_old_one_is_noticed() -> None:
+    model, x = Smooth().eval(), images(3)
+    encoder = Encoder(model)
+    for factor in (1.0, -1.0, 3.0, -2.0):
+        model.forward = MethodType(lambda self, x, by=factor: by * Smooth.forward(self, x), model)  # type: ignore[method-assign]
+        expected = model(x).detach()
+        with fast():
+            for _ in range(SETTLED + 2):
+                torch.testing.assert_close(encoder(x).detach(), expected, rtol=1e-4, atol=1e-5)
+        assert len(copies(model)) == 1
+        del model.forward
+
+
+@pytest.mark.parametrize("pace", ["prepared", "half"])
+def test_a_copy_that_would_run_the_network_itself_is_none(pace: Any) -> None:
+    model, x = Smooth(), images(3)  # in training mode
+    plain = model.forward
+    model.forward = lambda x: 2 * plain(x)  # type: ignore[method-assign]
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    encoder = Encoder(model)
+    expected = encoder(x)
+    with warnings.catch_warnings(record=True) as said, fast(pace):
+        warnings.simplefilter("always")
+        assert torch.equal(encoder(x), expected)
+    assert any("its copy runs the network itself" in str(warning.message) for warning in said)
+    assert copies(model) == []
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(module.training and not module._forward_pre_hooks for module in model.modules())
+
+
 def test_where_nothing_changes_a_network_is_looked_at_once_and_in_the_next_block_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

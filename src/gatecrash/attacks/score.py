@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from numbers import Real
 from typing import Unpack
 
 import torch
@@ -79,7 +80,7 @@ def evict(
     if eight_bit:
         check_box(ball)
     stop = options.get("stop")
-    if isinstance(stop, int | float | Tensor):  # the search refuses anything else
+    if isinstance(stop, Real | Tensor):  # the search refuses anything else
         options["stop"] = -stop
     objective = RaiseScore(detector)
     found = search(objective, inliers, ball, stepper=stepper or Apgd(), steps=steps, **options)

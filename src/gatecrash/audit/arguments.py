@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from pydantic import ValidationError
+from torch import Tensor, nn
 
 from gatecrash.audit.job import named_detectors
 from gatecrash.audit.plan import AttackPlan, Part, check_titles, sentence
@@ -36,7 +38,7 @@ def checked_detectors(detectors: object) -> dict[str, Detector]:
         for title in detectors:
             if not isinstance(title, str):
                 raise ValueError(f"detectors: the name of one must be a string, got {title!r}")
-    elif isinstance(detectors, Sequence) and not isinstance(detectors, str):
+    elif isinstance(detectors, nn.ModuleList) or is_several(detectors):
         listed = list(detectors)
     else:
         listed = [detectors]
@@ -48,15 +50,27 @@ def checked_detectors(detectors: object) -> dict[str, Detector]:
     return named_detectors(detectors if isinstance(detectors, Mapping) else listed)
 
 
-def check_numbers(**numbers: object) -> None:
-    """Raises a ValueError that names a number which is not whole, or too small or large."""
+def is_several(things: object) -> TypeGuard[Iterable[Any]]:
+    """Whether it is a list or whatever else gives one thing after the other, and no thing itself."""
+    return isinstance(things, Iterable) and not isinstance(things, str | Mapping | Tensor | nn.Module)
+
+
+def whole_numbers(**numbers: object) -> list[int]:
+    """The numbers, of whatever type of whole numbers.
+
+    Raises:
+        ValueError: it names one that is not whole, or too small or large.
+    """
+    found = []
     for name, value in numbers.items():
-        if type(value) is not int:
+        if not isinstance(value, Integral) or isinstance(value, bool):
             raise ValueError(f"{name} must be a whole number, got {value!r}")
-        least = LEAST.get(name, 1)
-        if not least <= value < MOST:
-            words = f"at least {least}" if value < least else "less than 2^62"
-            raise ValueError(f"{name} must be {words}, got {value}")
+        number, least = int(value), LEAST.get(name, 1)
+        if not least <= number < MOST:
+            words = f"at least {least}" if number < least else "less than 2^62"
+            raise ValueError(f"{name} must be {words}, got {number}")
+        found.append(number)
+    return found
 
 
 def check_switches(**switches: object) -> None:
@@ -87,12 +101,13 @@ def checked_list(name: str, parts: object, kind: type, noun: str, example: str) 
     if isinstance(parts, kind):
         raise ValueError(f"{name} must be a list of {noun}, got one; put it in brackets")
     wanted = f"a list of {noun} such as {example}"
-    if not isinstance(parts, Sequence) or isinstance(parts, str):
+    if not is_several(parts):
         raise ValueError(f"{name} must be {wanted}, got {shown(parts)}")
-    for part in parts:
+    listed = list(parts)
+    for part in listed:
         if not isinstance(part, kind):
             raise ValueError(f"{name} must be {wanted}, and one of it is {shown(part)}")
-    return list(parts)
+    return listed
 
 
 def checked_outliers(outliers: object) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from gatecrash.audit.arguments import (
     attack_plans,
     check_encoder,
     check_folder,
-    check_numbers,
     check_set_names,
     check_starts,
     check_switches,
@@ -20,6 +19,7 @@ from gatecrash.audit.arguments import (
     checked_balls,
     checked_detectors,
     checked_outliers,
+    whole_numbers,
 )
 from gatecrash.audit.checks import run_checks
 from gatecrash.audit.job import Job, as_set, encoders_in, job_of_plan
@@ -79,7 +79,7 @@ def audit(
     """
     named = checked_detectors(detectors)
     check_folder(out)
-    check_numbers(steps=steps, seed=seed, batch_size=batch_size)
+    steps, seed, batch_size = whole_numbers(steps=steps, seed=seed, batch_size=batch_size)
     check_switches(resume=resume)
     check_encoder("features", features)
     if precision not in get_args(SearchPrecision):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,15 +72,35 @@ def _copy(
     try:
         tapped = Tapped(folded(model, taps.values()), names, dtype)
         # With a row more than asked for: rows may not depend on each other, and are the first dimension everywhere.
-        found = tapped(filled(probe, len(probe) + 1))
+        with left_alone(model):
+            found = tapped(filled(probe, len(probe) + 1))
         far = max(map(distance, found, expected))
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, Unfit):
         raise
     except Exception as error:  # a copy runs the user's code, which may raise anything
         raise Unfit(f"its copy raises {type(error).__name__}: {first_line(error)}") from error
     if not far <= (CLOSE if dtype == torch.float32 else CLOSE_IN_HALF):
         raise Unfit(f"its copy gives something else, {far:.2g} of the outputs' length away")
     return tapped
+
+
+@contextmanager
+def left_alone(model: nn.Module) -> Iterator[None]:
+    """A block in which a copy must not run its network, as one does whose forward pass is a closure over that.
+
+    Raises:
+        Unfit: it does.
+    """
+
+    def refuse(module: nn.Module, args: Any) -> None:
+        raise Unfit(f"its copy runs the network itself ({type(module).__name__}), as a replaced forward pass may")
+
+    handles = [module.register_forward_pre_hook(refuse) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def are_probabilities(output: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from itertools import chain
 from operator import is_
@@ -31,7 +32,7 @@ class Stamp:
             self.numbers.append(id(module))
             self.things.append(type(module))
             self.things += [value for value in module.__dict__.values() if type(value) in _PLAIN]
-            self.numbers += [id(function) for function in _functions_of(module)]  # which may hold their module
+            self.things += [_marked(function) for function in _functions_of(module)]
             self.tensors += [
                 tensor for tensor in chain(module._parameters.values(), module._buffers.values()) if tensor is not None
             ]
@@ -67,6 +68,17 @@ def _functions_of(module: nn.Module) -> Iterator[Any]:
         if name not in _TORCHS and type(value) not in _PLAIN:
             inside = value if isinstance(value, list) else value.values() if isinstance(value, dict) else (value,)
             yield from (part for part in inside if callable(part) and not isinstance(part, nn.Module))
+
+
+def _marked(function: Any) -> Any:
+    """A weak reference, since a function may hold its module; it is one and the same while the function is there.
+
+    An address is not: a new function may be given that of one that is gone.
+    """
+    try:
+        return weakref.ref(function)
+    except TypeError:  # of a class without weak references
+        return function
 
 
 def _identical(first: list[Any], second: list[Any]) -> bool:

@@ -7,25 +7,25 @@ from collections.abc import Mapping
 from gatecrash.audit.arguments import (
     check_encoder,
     check_folder,
-    check_numbers,
     check_switches,
     checked_detectors,
     checked_list,
     checked_outliers,
     part_of,
     shown,
+    whole_numbers,
 )
 from gatecrash.triage.plan import AdversarialPlan, PurifyPlan
 
 __all__ = [
     "check_classifier",
     "check_folder",
-    "check_numbers",
     "check_switches",
     "checked_attacks",
     "checked_detectors",
     "checked_grid",
     "checked_outliers",
+    "whole_numbers",
 ]
 
 

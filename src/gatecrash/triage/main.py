@@ -24,12 +24,12 @@ from gatecrash.images import Images
 from gatecrash.triage.arguments import (
     check_classifier,
     check_folder,
-    check_numbers,
     check_switches,
     checked_attacks,
     checked_detectors,
     checked_grid,
     checked_outliers,
+    whole_numbers,
 )
 from gatecrash.triage.checks import run_checks
 from gatecrash.triage.job import TriageJob, job_of_triage
@@ -95,7 +95,7 @@ def triage(
     """
     named = checked_detectors(detectors)
     check_folder(out)
-    check_numbers(repeats=repeats, folds=folds, seed=seed, batch_size=batch_size)
+    repeats, folds, seed, batch_size = whole_numbers(repeats=repeats, folds=folds, seed=seed, batch_size=batch_size)
     check_switches(fooled_only=fooled_only, resume=resume)
     check_classifier(classifier)
     attacks, grid, named_outliers = checked_attacks(adversarial), checked_grid(purify), checked_outliers(outliers)

@@ -63,18 +63,32 @@ def score_is_attacked(evidence: Evidence) -> Finding:
         )
         if middle < FOLLOWS:
             return Finding("fail", f"{words} over {len(follows)} trajectories; another thing is attacked than deployed")
-        if not by_softmax and ways.differ:
+        alike = 1.0 if by_softmax or evidence.random(title) else agreement(evidence, title, ways)
+        if alike < ALIKE:
             return Finding(
-                "warn" if ways.altogether >= FOLLOWS else "fail",
+                "warn" if alike >= FOLLOWS else "fail",
                 f"{title}: what is deployed, detector(x), is another number than judge(encode(x)), which attacks and "
                 f"tables take, and ranks images otherwise: their rank correlation over all images and steps is "
-                f"{ways.altogether:.3f}",
+                f"{alike:.3f}",
             )
         if not on_score:
             return Finding("warn", f"{words}, but no attack of the plan is on the score itself; add admit, side: both")
         return Finding("pass", f"{words} over {len(follows)} trajectories", -middle)
 
     return per_detector(evidence, look)
+
+
+def agreement(evidence: Evidence, title: str, ways: Ways) -> float:
+    """The rank correlation of the score that tables have with the deployed one, on both sides' images and on the way.
+
+    It is 1 where they are the same number.
+    """
+    clean = evidence.clean(title)
+    tables = torch.cat([clean.inside.to(ways.value), clean.outside.to(ways.value), ways.value])
+    deployed = torch.cat([evidence.twice(title)[0].to(ways.score), ways.score])
+    if bool((apart(tables, deployed) <= OTHER).all()):
+        return 1.0
+    return float(rank_correlations(tables[:, None], deployed[:, None]).sum())
 
 
 class Portion(NamedTuple):
@@ -101,16 +115,6 @@ class Ways(NamedTuple):
         """The rank correlation of objective and score along the way of every sample that moved."""
         ways = [self.rows == row for row in self.rows.unique()]
         return torch.cat([rank_correlations(self.value[way, None], self.score[way, None]) for way in ways])
-
-    @property
-    def altogether(self) -> float:
-        """The same over all samples at once."""
-        return float(rank_correlations(self.value[:, None], self.score[:, None]).sum())
-
-    @property
-    def differ(self) -> bool:
-        """Whether the two are not the same score, nor one a function of the other that keeps their order."""
-        return bool((apart(self.value, self.score) > OTHER).any()) and self.altogether < ALIKE
 
 
 class Recorded:
