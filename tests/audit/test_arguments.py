@@ -68,7 +68,7 @@ NOT_ATTACKS = r'attacks must be a list of attacks such as \[\{"name": "admit", .
         ({"attacks": None}, f"{NOT_ATTACKS}, got None$"),
         ({"attacks": [{"name": "admit", "bal": BALL}]}, "^attacks: unknown key 'bal'; did you mean 'ball'"),
         ({"attacks": [{3: 4}]}, "^attacks: unknown key '3'; known: name, ball"),
-        ({"attacks": [COLLISION]}, "^attacks: unknown outlier set in start 'nois'; did you mean 'noise'"),
+        ({"attacks": [COLLISION]}, "^unknown outlier set in start 'nois'; did you mean 'noise'"),
         ({"outliers": SIX}, 'outliers must be sets of images by name, {"noise": images}, got a Tensor$'),
         ({"outliers": [SIX]}, "outliers must be sets of images by name, .*, got a list$"),
         ({"outliers": {3: SIX}}, "outliers must be sets of images by name"),

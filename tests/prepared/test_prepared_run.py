@@ -174,23 +174,6 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_old_weights_are_never_used(change: Callable[[Smooth], None]) -> None:
-    model, x = Smooth().eval(), images(3)
-    encoder = Encoder(model)
-    with fast():
-        before = encoder(x)
-    if change is write_behind_autograds_back:
-        encoder(x)  # as at the end of a search, and what such a change is noticed by
-    change(model)
-    expected = copy.deepcopy(model).eval()(x).detach()
-    assert not torch.allclose(before, expected, rtol=0.01)
-    with fast():
-        for _ in range(SETTLED + 2):
-            torch.testing.assert_close(encoder(x).detach(), expected, rtol=1e-4, atol=1e-5)
-    assert len(copies(model)) == 1  # prepared anew, once the weights had stayed the same for a while
-
-
 class Functional(Smooth):
     """A network whose functions are no modules: alone, in a list, in a dictionary."""
 
@@ -228,19 +211,25 @@ FUNCTIONS = [
 ]
 
 
-@pytest.mark.parametrize("change", FUNCTIONS, ids=lambda change: change.__name__)
-def test_old_functions_are_never_used(change: Callable[[Functional], None]) -> None:
-    model, x = Functional().eval(), images(3)
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [*((Smooth, change) for change in CHANGES), *((Functional, change) for change in FUNCTIONS)],
+    ids=lambda part: part.__name__,
+)
+def test_what_a_network_was_is_never_used(kind: type[Smooth], change: Callable[[Any], None]) -> None:
+    model, x = kind().eval(), images(3)
     encoder = Encoder(model)
     with fast():
         before = encoder(x)
+    if change is write_behind_autograds_back:
+        encoder(x)  # as at the end of a search, and what such a change is noticed by
     change(model)
     expected = copy.deepcopy(model).eval()(x).detach()
     assert not torch.allclose(before, expected, rtol=0.01)
     with fast():
         for _ in range(SETTLED + 2):
             torch.testing.assert_close(encoder(x).detach(), expected, rtol=1e-4, atol=1e-5)
-    assert len(copies(model)) == 1
+    assert len(copies(model)) == 1  # prepared anew, once the weights had stayed the same for a while
 
 
 def test_a_new_function_at_the_address_of_an_old_one_is_noticed() -> None:
@@ -447,3 +436,24 @@ def test_an_image_of_the_wrong_shape_is_still_named() -> None:
     encoder = Encoder(Smooth())
     with fast(), pytest.raises(ValueError, match=r"^Smooth does not take images of shape \(1, 8, 8\)"):
         encoder(images(2)[:, :1])
+
+
+class Slotted:
+    """A function without weak references."""
+
+    __slots__ = ("factor",)
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.factor * x
+
+
+def test_functions_without_weak_references_are_known_too() -> None:
+    model = Functional().eval()
+    model.one = Slotted(2.0)
+    stamp = Stamp(model)
+    assert stamp == Stamp(model)
+    model.one = Slotted(2.0)
+    assert stamp != Stamp(model)

@@ -18,7 +18,12 @@ FEW = 8
 def draws_of(detector: Detector, images: Tensor, batch_size: int | None) -> int:
     """How many draws a score of this detector is to be the mean of: one where images score the same twice."""
     first, second = (scores(detector, images[looked_at(images)], batch_size) for _ in range(2))
-    return 1 if bool((apart(first, second) <= 1e-5).all()) else FRESH  # but for rounding
+    return 1 if stays(first, second, 1e-5) else FRESH
+
+
+def stays(first: Tensor, second: Tensor, rounding: float) -> bool:
+    """Whether the same images have the same scores twice, but for rounding, as a share of the scores' size."""
+    return bool((apart(first, second) <= rounding).all())
 
 
 def looked_at(images: Tensor) -> Tensor:

@@ -164,13 +164,6 @@ def attack_plans(attacks: Sequence[Mapping[str, Any]]) -> list[AttackPlan]:
     return plans
 
 
-def check_starts(plans: Sequence[AttackPlan], sets: Sequence[str]) -> None:
-    """Raises a ValueError where an attack begins at a set of outliers that is not there."""
-    for name in (name for plan in plans for name in plan.start or []):
-        if name not in sets:
-            raise ValueError(f"attacks: {unknown('outlier set in start', name, list(sets))}")
-
-
 def part_of(schema: type[P], content: Mapping[str, Any], name: str) -> P:
     """A part of a plan, checked; `name` stands in messages. A misspelt key is named rather than what it leaves out."""
     for key in content:

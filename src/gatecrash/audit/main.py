@@ -13,7 +13,6 @@ from gatecrash.audit.arguments import (
     check_encoder,
     check_folder,
     check_set_names,
-    check_starts,
     check_switches,
     checked_attacks,
     checked_balls,
@@ -24,7 +23,7 @@ from gatecrash.audit.arguments import (
 from gatecrash.audit.checks import run_checks
 from gatecrash.audit.job import Job, as_set, encoders_in, job_of_plan
 from gatecrash.audit.manifest import manifest_of, pick_device, with_copies
-from gatecrash.audit.plan import Plan, SearchPrecision, read_plan
+from gatecrash.audit.plan import Plan, SearchPrecision, check_starts, read_plan
 from gatecrash.audit.rows import rows_of, sample_rows
 from gatecrash.audit.run import measure, rehearse
 from gatecrash.audit.running import carry_out, refuse_other_runs

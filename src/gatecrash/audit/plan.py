@@ -326,13 +326,17 @@ class Plan(Part):
         check_titles([picture.title for picture in self.pictures], "picture group", "give one another title")
         if "inliers" in self.data.outliers:
             raise ValueError("data.outliers: a set of outliers cannot be called 'inliers'")
-        for attack in self.attacks:
-            for name in attack.start or []:
-                if name not in self.data.outliers:
-                    raise ValueError(unknown("outlier set in start", name, list(self.data.outliers)))
+        check_starts(self.attacks, list(self.data.outliers))
         if self.data.fit is None:
             check_nothing_to_learn([detector.title for detector in self.detectors if detector.learns])
         return self
+
+
+def check_starts(attacks: Sequence[AttackPlan], sets: Sequence[str]) -> None:
+    """Raises a ValueError where an attack begins at a set of outliers that is not there."""
+    for name in (name for attack in attacks for name in attack.start or []):
+        if name not in sets:
+            raise ValueError(unknown("outlier set in start", name, list(sets)))
 
 
 def check_nothing_to_learn(needy: Sequence[str]) -> None:

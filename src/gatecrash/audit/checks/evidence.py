@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gatecrash.attacks import admit, evict
 from gatecrash.attacks.classifier import stepper_for
-from gatecrash.attacks.draws import apart
+from gatecrash.attacks.draws import stays
 from gatecrash.attacks.rounding import RoundedFound
 from gatecrash.attacks.score import scores
 from gatecrash.audit.checks.cost import Meter
@@ -307,7 +307,7 @@ class Evidence:
 
     def random(self, title: str) -> bool:
         """Whether a score is drawn anew every time, averaged over draws or not."""
-        return averaged(self.detector(title)) or not unmoved(*self.twice(title))
+        return averaged(self.detector(title)) or not stays(*self.twice(title), STILL)
 
     def redraws(self, title: str) -> int:
         """The further evaluations per image that `ended` takes: one where a score is an average over draws."""
@@ -358,11 +358,6 @@ class Evidence:
     def _waits(self, run: tuple[str, Effort, Side]) -> bool:
         title, effort, side = run
         return (title, effort.key, side) not in self._found
-
-
-def unmoved(first: Tensor, second: Tensor) -> bool:
-    """Whether the same images have the same scores twice, but for rounding."""
-    return bool((apart(first, second) <= STILL).all())
 
 
 def effort_of(attack: AttackPlan, rung: int, ball: Ball) -> Effort:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gatecrash.attacks.draws import apart
-from gatecrash.audit.checks.evidence import SIDES, Effort, Evidence, Standing, unmoved
+from gatecrash.attacks.draws import apart, stays
+from gatecrash.audit.checks.evidence import SIDES, STILL, Effort, Evidence, Standing
 from gatecrash.audit.checks.exact import draws_in, in_double
 from gatecrash.audit.checks.registry import Finding, check, per_attack, per_detector
 from gatecrash.detectors import Detector
@@ -34,7 +34,7 @@ def deterministic(evidence: Evidence) -> Finding:
         if draws is not None:
             return varying(title, draws, first, second, clean_spread(evidence, title))
         far = float(apart(first, second).max())
-        if not unmoved(first, second):
+        if not stays(first, second, STILL):
             return Finding(
                 "fail",
                 f"{title}: the same image scores differently twice, by up to {far:.2g} of the scores' size; its "
