@@ -8,6 +8,7 @@ import pickle
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import MethodType
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.autograd import forward_ad
 import gatecrash as gate
 from gatecrash.encoder import Encoder
 from gatecrash.prepared import PreparedNetwork
+from gatecrash.prepared.make import Unfit, left_alone
 from gatecrash.prepared.run import KEPT, SETTLED, _records
 from gatecrash.prepared.stamp import Stamp
 from gatecrash.speed import at_pace, unchanged
@@ -436,6 +438,16 @@ def test_an_image_of_the_wrong_shape_is_still_named() -> None:
     encoder = Encoder(Smooth())
     with fast(), pytest.raises(ValueError, match=r"^Smooth does not take images of shape \(1, 8, 8\)"):
         encoder(images(2)[:, :1])
+
+
+def test_another_thread_may_run_the_network_while_it_is_copied() -> None:
+    model, x = Smooth().eval(), images(2)
+    expected = model(x)
+    with left_alone(model), ThreadPoolExecutor(1) as pool:
+        assert torch.equal(pool.submit(model, x).result(), expected)
+        with pytest.raises(Unfit, match="its copy runs the network itself"):
+            model(x)
+    assert torch.equal(model(x), expected)
 
 
 class Slotted:
