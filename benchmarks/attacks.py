@@ -86,7 +86,10 @@ class Setting:
 
 
 class Filled(nn.Module):
-    """A network that sees few batch sizes: a batch is filled up with black images, so that each is prepared once."""
+    """A network that sees few batch sizes: a batch is filled up with black images, so that each is prepared once.
+
+    On a CPU the network as it is.
+    """
 
     def __init__(self, model: nn.Module, sizes: tuple[int, ...] = (64, 128, 256, 512)) -> None:
         super().__init__()
@@ -98,7 +101,7 @@ class Filled(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The network's output for every image."""
-        if len(x) > self.sizes[-1] or x.dtype != torch.float32:  # what is prepared is for float32
+        if not x.is_cuda or len(x) > self.sizes[-1] or x.dtype != torch.float32:  # what is prepared is for float32
             output: Tensor = self.model(x)
             return output
         size = next(size for size in self.sizes if size >= len(x))
@@ -121,10 +124,7 @@ class Compiled(Filled):
 
 
 class Graphed(Filled):
-    """The network as CUDA graphs: what a batch launches is recorded once, and launched as a whole.
-
-    On a CPU the network as it is.
-    """
+    """The network as CUDA graphs: what a batch launches is recorded once, and launched as a whole."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -132,9 +132,6 @@ class Graphed(Filled):
 
     def run(self, x: Tensor) -> Tensor:
         """The output for a batch of one of the sizes; a copy, since the graph writes the next one in its place."""
-        if not x.is_cuda:
-            unrecorded: Tensor = self.model(x)
-            return unrecorded
         grad = x.requires_grad and torch.is_grad_enabled()
         key = len(x), grad, torch.backends.cudnn.allow_tf32  # a graph rounds as it did when it was recorded
         if key not in self.graphs:
