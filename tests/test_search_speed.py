@@ -232,6 +232,33 @@ def test_a_mixed_run_goes_from_half_to_prepared_and_is_verified_plainly(monkeypa
     assert objective.paces == ["plain"] + doubted + ["prepared"] + ["prepared"] * 2 + ["plain"]
 
 
+@pytest.mark.parametrize("ball", [Linf(0.2), L2(0.4)], ids=str)
+def test_steps_and_projections_go_at_the_pace_of_the_run(ball: Ball, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, projections = [], []
+    stepper, projection = Adamax(), type(ball).projection
+
+    def move(walk: Any, state: Any) -> Tensor:
+        steps.append(current_pace())
+        return Adamax.move(stepper, walk, state)
+
+    def projecting(self: Ball, centre: Tensor) -> Any:
+        project = projection(self, centre)
+
+        def watched(x: Tensor) -> Tensor:
+            projections.append(current_pace())
+            return project(x)
+
+        return watched
+
+    monkeypatch.setattr(sys.modules["gatecrash.half"], "ROUGH", 1e9)
+    object.__setattr__(stepper, "move", move)
+    monkeypatch.setattr(type(ball), "projection", projecting)
+    search(Paced(trembling=0.0), images(), ball, stepper=stepper, steps=20, precision="mixed")
+    assert steps == projections == ["half"] * 19 + ["prepared"]
+    search(Paced(trembling=0.0), images(), ball, stepper=stepper, steps=3, precision="float32")
+    assert steps[20:] == projections[20:] == ["plain"] * 3
+
+
 @pytest.mark.parametrize(
     ("stepper", "steps"),
     [(Sign(0.01), 36), (Normalised(0.1), 36), (Sign(0.01, "cosine"), 28), (Apgd(), 28), (Adamax(), 38)],

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from operator import attrgetter
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from gatecrash.detectors import Card, Detector
 from gatecrash.protocols import Latent, leaves
-from gatecrash.speed import full_float32
+from gatecrash.speed import full_float32, is_exact
 from small_models import Affine, blank
 
 Flags = tuple[bool, bool]
@@ -78,25 +80,51 @@ def test_scores_are_float32_and_a_reader_between_batches_has_its_own_flags(befor
     assert between == 3 * [before]
 
 
-def test_what_the_newer_interface_says_stands(monkeypatch: pytest.MonkeyPatch) -> None:
-    written: list[bool] = []
+@pytest.fixture
+def precisions() -> Iterator[Callable[[], list[str]]]:
+    """What torch's newer interface says, which a test may change."""
+    backends: Any = torch.backends
+    parts = [backends, backends.cudnn, backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn]
+    parts += [backends.mkldnn.matmul]
+    yield lambda: [part.fp32_precision for part in parts]
+    for part in parts:
+        part.fp32_precision = "none"
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = True
 
-    class Refusing:
-        @property
-        def allow_tf32(self) -> bool:
-            raise RuntimeError("a mix of the legacy and new APIs")
 
-        @allow_tf32.setter
-        def allow_tf32(self, value: bool) -> None:
-            written.append(value)
-
-    monkeypatch.setattr(torch.backends, "cudnn", Refusing())
-    products = torch.backends.cuda.matmul
-    found, products.allow_tf32 = products.allow_tf32, True
-    try:
+@pytest.mark.parametrize("where", ["", "cudnn", "cudnn.conv", "cuda.matmul"])
+def test_what_the_newer_interface_rounds_is_exact_inside_the_block_and_as_before_after_it(
+    where: str, precisions: Callable[[], list[str]]
+) -> None:
+    part: Any = attrgetter(where)(torch.backends) if where else torch.backends
+    part.fp32_precision = "tf32"
+    before = precisions()
+    assert not is_exact()
+    with full_float32():
+        assert is_exact()
         with full_float32():
-            assert not products.allow_tf32
-        assert products.allow_tf32
-    finally:
-        products.allow_tf32 = found
-    assert written == []
+            assert is_exact()
+    assert precisions() == before
+
+
+@pytest.mark.parametrize("precision", ["high", "medium", "highest"])
+def test_products_of_matrices_have_the_precision_they_had(precision: str, precisions: Callable[[], list[str]]) -> None:
+    torch.set_float32_matmul_precision(precision)
+    before = precisions()
+    with full_float32():
+        assert torch.get_float32_matmul_precision() == "highest"
+        assert is_exact()
+    assert torch.get_float32_matmul_precision() == precision
+    assert precisions() == before
+
+
+def test_what_is_exact_already_by_the_newer_interface_is_left_alone(precisions: Callable[[], list[str]]) -> None:
+    backends: Any = torch.backends
+    for part in (backends, backends.cudnn.conv, backends.cudnn.rnn):
+        part.fp32_precision = "ieee"
+    assert is_exact()
+    before = precisions()
+    with full_float32():
+        assert precisions() == before
+    assert precisions() == before

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any, Literal, TypeVar
 
@@ -88,28 +88,47 @@ def is_transformed() -> bool:
 def full_float32() -> Iterator[None]:
     """Inside the block, float32 on a GPU is float32: where TF32 is on, which rounds to 10 bits, it is off.
 
-    A flag that is off already is left alone. So are settings made by torch's newer `fp32_precision`, which it refuses
-    to mix with these flags.
+    It can be on by torch's flags, by its newer `fp32_precision`, or both; what is off already is left alone.
     """
-    parts: list[Any] = [torch.backends.cudnn, torch.backends.cuda.matmul]
-    switched = [part for part in parts if rounds(part)]
-    for part in switched:
-        part.allow_tf32 = False
-    try:
+    with ExitStack() as back:
+        products = _told(torch.get_float32_matmul_precision)
+        if products not in (None, "highest"):
+            back.callback(_give_back, _BACKENDS.mkldnn.matmul, _BACKENDS.mkldnn.matmul.fp32_precision)
+            back.callback(torch.set_float32_matmul_precision, products)
+            torch.set_float32_matmul_precision("highest")
+        if _told(lambda: torch.backends.cudnn.allow_tf32):
+            back.callback(setattr, torch.backends.cudnn, "allow_tf32", True)
+            torch.backends.cudnn.allow_tf32 = False
+        for part in (_BACKENDS, _BACKENDS.cudnn, *_kinds_of_work()):
+            if part.fp32_precision in _ROUNDED:
+                back.callback(_give_back, part, part.fp32_precision)
+                part.fp32_precision = "ieee"
         yield
-    finally:
-        for part in switched:
-            part.allow_tf32 = True
 
 
 def is_exact() -> bool:
     """Whether float32 on a GPU is float32 here, with nothing rounded to TF32."""
-    return not (rounds(torch.backends.cudnn) or rounds(torch.backends.cuda.matmul))
+    return not any(part.fp32_precision in _ROUNDED for part in _kinds_of_work())
 
 
-def rounds(part: Any) -> bool:
-    """Whether a part of torch's GPU code rounds float32 to TF32."""
+_BACKENDS: Any = torch.backends  # not all of which torch has types for
+_ROUNDED = ("tf32", "bf16")
+
+
+def _told(flag: Callable[[], T]) -> T | None:
+    """What a flag of torch's says; None where the newer interface was used, which flags refuse to mix with."""
     try:
-        return bool(part.allow_tf32)
-    except RuntimeError:  # set by the newer interface
-        return False
+        return flag()
+    except RuntimeError:
+        return None
+
+
+def _kinds_of_work() -> tuple[Any, ...]:
+    """Where torch says how float32 is rounded on a GPU; its flags say it there too."""
+    return _BACKENDS.cuda.matmul, _BACKENDS.cudnn.conv, _BACKENDS.cudnn.rnn
+
+
+def _give_back(part: Any, precision: str) -> None:
+    """Set a part to the precision it had."""
+    if part.fp32_precision != precision:
+        part.fp32_precision = precision

@@ -146,7 +146,12 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_rows(finished: Bundle, tmp_
         audit_plan(plan, out=tmp_path / "run", device="cpu")
     victim = max(saved, key=lambda path: saved[path])
     victim.write_bytes(victim.read_bytes()[:40])  # the last piece was cut off by a full disk
+    begun = Bundle(tmp_path / "run")
+    begun.write_manifest(begun.manifest() | {"device": "cuda: another"})
     results = audit_plan(plan, out=tmp_path / "run", device="cpu", resume=True)
+    assert results["manifest"]["earlier"]["1"]["device"] == "cuda: another"
+    assert results["manifest"]["device"].startswith("cpu") and begun.manifest() == results["manifest"]
+    assert "earlier.1.device" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert results["rows"] == finished.results()["rows"]
     assert not work.exists()
     assert audit_plan(plan, out=tmp_path / "run", device="cpu", resume=True) == results

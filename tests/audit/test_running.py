@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from gatecrash.audit.running import carry_out
+from gatecrash.audit.running import carry_out, with_earlier
 from gatecrash.audit.work import Work
 from gatecrash.bundle import Bundle
 
@@ -113,6 +113,28 @@ def test_another_run_is_refused_and_harms_nothing(tmp_path: Path, changes: dict[
     with pytest.raises(ValueError, match=message):
         run(resume=True, **changes)
     assert run(resume=True) is not None and run.computed == list(PIECES)
+
+
+def test_a_run_that_goes_on_elsewhere_tells_where_it_was_before(tmp_path: Path) -> None:
+    here, there = {"device": "cuda: one"}, {"device": "cpu", "versions": {"torch": "2"}}
+    run = Run(tmp_path / "run")
+    assert with_earlier(run.bundle, MANIFEST | here) == MANIFEST | here  # there is nothing yet
+    with pytest.raises(RuntimeError):
+        run(fail=(1, RuntimeError), **here)
+    assert with_earlier(run.bundle, MANIFEST | here) == MANIFEST | here
+    nothing = {"precision": None, "versions": None}
+    first = with_earlier(run.bundle, MANIFEST | there)
+    assert first == MANIFEST | there | {"earlier": {"1": here | nothing}}
+    with pytest.raises(RuntimeError):
+        run(resume=True, fail=(2, RuntimeError), **first)
+    assert run.bundle.manifest() == first
+    assert with_earlier(run.bundle, MANIFEST | there) == first
+    last = with_earlier(run.bundle, MANIFEST | here)
+    assert last["device"] == "cuda: one"
+    assert last["earlier"] == {"1": here | nothing, "2": there | {"precision": None}}
+    assert run(resume=True, **last) is not None and run.computed == list(PIECES)
+    run(resume=True, **MANIFEST)
+    assert run.bundle.manifest() == last  # nothing was done since
 
 
 def test_a_folder_with_other_things_is_left_alone(tmp_path: Path) -> None:

@@ -219,6 +219,14 @@ def test_a_norm_without_weights_is_folded() -> None:
     torch.testing.assert_close(small(x), model(x), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_norm_without_weights_is_folded_into_a_linear_layer(bias: bool) -> None:
+    model = lived_in(nn.Sequential(nn.Flatten(), nn.Linear(12, 5, bias=bias), nn.BatchNorm1d(5, affine=False))).eval()
+    small, x = folded(model), torch.rand(4, 3, 2, 2)
+    assert norms(small) == 0
+    torch.testing.assert_close(small(x), model(x), rtol=1e-5, atol=1e-6)
+
+
 class Noisy(nn.Module):
     """A network that draws a random number whenever it runs."""
 

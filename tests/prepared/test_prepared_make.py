@@ -7,13 +7,16 @@ import warnings
 from collections.abc import Callable
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 from small_networks import Smooth, fast, images, with_gradient
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+import gatecrash as gate
 from gatecrash.encoder import Encoder
+from gatecrash.prepared import preparing
 from gatecrash.prepared.run import _records
 from gatecrash.prepared.tapped import WIDE
 
@@ -90,6 +93,38 @@ class Outside(Smooth):
         return super().forward(x) * self.kept[0]
 
 
+class Holding(Smooth):
+    """Computes with an array, which may be written to without a trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = np.array([2.0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * float(self.factor[0])
+
+
+class Narrow(Smooth):
+    """Has memory for few images at a time."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most = most
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > self.most:
+            raise torch.OutOfMemoryError("there is none left")
+        return super().forward(x)
+
+
+class Leaning(Smooth):
+    """Every image's output depends a little on the others: less than bf16 rounds."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = super().forward(x)
+        return z + 0.05 * z.sum(dim=0)
+
+
 class Remembering(Smooth):
     """Keeps what it computed last, which cannot be copied."""
 
@@ -146,10 +181,12 @@ def weighed() -> nn.Module:
 CASES: list[tuple[Callable[[], nn.Module], str | None, str]] = [
     (hooked, None, "it has hooks"),
     (weighed, None, "it has hooks"),
-    (Outside, None, "it holds tensors or modules that are not registered"),
-    (Together, None, "its copy gives something else"),
-    (of_batches, None, "its copy gives something else"),
-    (PlacesFirst, "turn", "its copy gives something else, inf"),
+    (Outside, None, "it holds tensors, arrays or modules that are not registered"),
+    (Holding, None, "it holds tensors, arrays or modules that are not registered"),
+    (Together, None, "its rows depend on each other, on how many there are, or on chance"),
+    (Leaning, None, "its rows depend on each other, on how many there are, or on chance"),
+    (of_batches, None, "it has a batch norm without running statistics"),
+    (PlacesFirst, "turn", "its rows depend on each other, on how many there are, or on chance"),
     (lambda: torch.compile(Smooth(), backend="eager"), None, "it is compiled already"),
 ]
 
@@ -163,6 +200,31 @@ def test_what_could_become_wrong_runs_as_it_is_and_says_why_once(
         assert_same(encoder, images(3))
     assert len([warning for warning in caught if "runs as it is" in str(warning.message)]) == 1
     assert not prepared(encoder.model)
+
+
+@pytest.mark.parametrize("make", [Leaning, of_batches])
+def test_what_depends_on_the_batch_is_not_taken_for_rounding_in_half_precision(make: Callable[[], nn.Module]) -> None:
+    encoder = Encoder(make(), pool=None)
+    with pytest.warns(RuntimeWarning, match="runs as it is"):
+        assert_same(encoder, images(3), pace="half")
+    assert not prepared(encoder.model)
+
+
+@pytest.mark.parametrize("pace", ["prepared", "half"])
+def test_a_network_with_memory_for_one_image_runs_as_it_is(pace: Any) -> None:
+    encoder = Encoder(Narrow(1))
+    with pytest.warns(RuntimeWarning, match="no memory for two images at once"):
+        assert_same(encoder, images(1), pace=pace)
+
+
+@pytest.mark.parametrize("most", [1, 2, 5])
+def test_a_mixed_search_needs_memory_for_one_image(most: int) -> None:
+    encoder = Encoder(Narrow(most).eval())
+    with preparing(devices=("cpu",), compile_after=None), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = gate.collide(encoder, images(6), images(6, seed=1), gate.L2(1.0), steps=60, precision="mixed")
+        plain = gate.collide(encoder, images(6), images(6, seed=1), gate.L2(1.0), steps=60, precision="float32")
+    assert bool((found.mape < 1.5 * plain.mape + 0.001).all())
 
 
 def test_what_cannot_be_copied_runs_as_it_is() -> None:

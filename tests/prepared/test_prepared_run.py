@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 
 import gatecrash as gate
 from gatecrash.encoder import Encoder
-from gatecrash.prepared import PreparedNetwork
+from gatecrash.prepared import PreparedNetwork, preparing
 from gatecrash.prepared.make import Unfit, left_alone
 from gatecrash.prepared.run import KEPT, SETTLED, _records
 from gatecrash.prepared.stamp import Stamp
@@ -177,16 +177,18 @@ CHANGES = [
 
 
 class Functional(Smooth):
-    """A network whose functions are no modules: alone, in a list, in a dictionary."""
+    """A network with functions that are no modules, and with numbers: alone, in a list, in a dictionary."""
 
     def __init__(self) -> None:
         super().__init__()
         self.one: Callable[[Tensor], Tensor] = torch.sigmoid
         self.some, self.named = [torch.sigmoid], {"last": torch.sigmoid}
+        self.factors, self.settings = [1.0, 2.0], {"last": 3.0}
 
     def forward(self, x: Tensor) -> Tensor:
         z = super().forward(x)
-        return self.one(z) + self.some[0](2 * z) + self.named["last"](3 * z)
+        first, second = self.factors
+        return self.one(first * z) + self.some[0](second * z) + self.named["last"](self.settings["last"] * z)
 
 
 def replace_a_function(model: Functional) -> None:
@@ -201,6 +203,14 @@ def replace_a_function_in_a_dictionary(model: Functional) -> None:
     model.named["last"] = torch.tanh
 
 
+def replace_a_number_in_a_list(model: Functional) -> None:
+    model.factors[0] = 4.0
+
+
+def replace_a_number_in_a_dictionary(model: Functional) -> None:
+    model.settings["last"] = 4.0
+
+
 def replace_the_forward_pass(model: Functional) -> None:
     model.forward = MethodType(lambda self, x: 2 * Functional.forward(self, x), model)  # type: ignore[method-assign]
 
@@ -209,6 +219,8 @@ FUNCTIONS = [
     replace_a_function,
     replace_a_function_in_a_list,
     replace_a_function_in_a_dictionary,
+    replace_a_number_in_a_list,
+    replace_a_number_in_a_dictionary,
     replace_the_forward_pass,
 ]
 
@@ -232,6 +244,43 @@ def test_what_a_network_was_is_never_used(kind: type[Smooth], change: Callable[[
         for _ in range(SETTLED + 2):
             torch.testing.assert_close(encoder(x).detach(), expected, rtol=1e-4, atol=1e-5)
     assert len(copies(model)) == 1  # prepared anew, once the weights had stayed the same for a while
+
+
+@pytest.mark.parametrize("hang", [nn.Module.register_forward_hook, nn.Module.register_forward_pre_hook])
+def test_a_hook_is_noticed_when_it_comes_and_when_it_goes(hang: Callable[..., Any]) -> None:
+    model, x = Smooth().eval(), images(3)
+    encoder = Encoder(model)
+    plain = encoder(x)
+    with fast():
+        torch.testing.assert_close(encoder(x), plain)
+        hook = hang(model.fc, lambda module, args, *output: 2 * (output or args)[0])
+        expected = model(x)
+        assert not torch.allclose(plain, expected, rtol=0.01)
+        for _ in range(SETTLED):
+            assert torch.equal(encoder(x), expected)
+        with pytest.warns(RuntimeWarning, match="it has hooks"):
+            assert torch.equal(encoder(x), expected)
+        hook.remove()
+        for _ in range(SETTLED + 1):
+            torch.testing.assert_close(encoder(x), plain)
+    assert len(copies(model)) == 1
+
+
+@pytest.mark.parametrize("calls", [SETTLED - 10, SETTLED + 10])
+def test_in_a_block_where_nothing_changes_a_changed_network_runs_one_way_from_the_first_call_to_the_last(
+    calls: int,
+) -> None:
+    encoder, x = Encoder(Smooth()), images(3)
+    with fast(), torch.no_grad():
+        encoder(x)
+        write_into_a_weight(encoder.model)  # type: ignore[arg-type]
+        with unchanged():
+            for _ in range(calls):
+                encoder(x)
+            assert not copies(encoder.model)
+        with unchanged():
+            encoder(x)
+            assert bool(copies(encoder.model)) == (calls > SETTLED)
 
 
 def test_a_new_function_at_the_address_of_an_old_one_is_noticed() -> None:
@@ -287,6 +336,36 @@ def test_where_nothing_changes_a_network_is_looked_at_once_and_in_the_next_block
     assert len(looked) == 4
     for z in second:
         torch.testing.assert_close(z, first[0] + 1)
+
+
+def test_a_mixed_search_looks_at_its_network_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked, make = [], Stamp.__init__
+
+    def counted(stamp: Stamp, model: nn.Module) -> None:
+        looked.append(model)
+        make(stamp, model)
+
+    monkeypatch.setattr(Stamp, "__init__", counted)
+    encoder = Encoder(Smooth())
+    with preparing(devices=("cpu",), compile_after=None):
+        gate.collide(encoder, images(4), images(4, seed=1), gate.L2(0.5), steps=30, precision="mixed")
+    assert looked == [encoder.model]
+    assert len(copies(encoder.model)) == 2
+
+
+@pytest.mark.parametrize("pace", ["prepared", "half"])
+def test_a_copy_has_its_images_and_its_convolutions_with_their_channels_last(pace: Any) -> None:
+    model, seen = Smooth(), []
+    encoder = Encoder(model)
+    with fast(pace):
+        encoder(images(3))
+        (copied,) = copies(model)
+        for layer in (copied.tapped.model.conv1, copied.tapped.model.conv2):
+            layer.register_forward_pre_hook(lambda module, args: seen.append((module.weight, args[0])))
+        encoder(images(3))
+    assert len(seen) == 2
+    for tensor in (tensor for pair in seen for tensor in pair):
+        assert tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
 
 
 def test_a_network_in_training_is_not_prepared_again_and_again() -> None:

@@ -26,7 +26,7 @@ from gatecrash.audit.manifest import manifest_of, pick_device, with_copies
 from gatecrash.audit.plan import Plan, SearchPrecision, check_starts, read_plan
 from gatecrash.audit.rows import rows_of, sample_rows
 from gatecrash.audit.run import measure, rehearse
-from gatecrash.audit.running import carry_out, refuse_other_runs
+from gatecrash.audit.running import carry_out, refuse_other_runs, with_earlier
 from gatecrash.ball import Ball
 from gatecrash.bundle import Bundle, Results
 from gatecrash.data import ImageSet
@@ -166,14 +166,17 @@ def run_job(job: Job, out: Path, *, resume: bool) -> Results:
 
 def measure_and_write(job: Job, bundle: Bundle, *, resume: bool) -> Results:
     """The same at the pace of the block."""
-    manifest = manifest_of(
-        seed=job.seed,
-        device=job.device,
-        networks={name: hash_of(network) for name, network in job.networks.items()},
-        sets=job.sets,
-        attacks=job.attacks,
-        precision=job.precision,
-        prepares=job.prepares,
+    manifest = with_earlier(
+        bundle,
+        manifest_of(
+            seed=job.seed,
+            device=job.device,
+            networks={name: hash_of(network) for name, network in job.networks.items()},
+            sets=job.sets,
+            attacks=job.attacks,
+            precision=job.precision,
+            prepares=job.prepares,
+        ),
     )
     done = carry_out(
         bundle, job.plan, manifest, job.seed, lambda: rehearse(job), lambda work: measure(job, work), resume=resume

@@ -12,6 +12,9 @@ from gatecrash.bundle import Bundle
 AT_WORK = "work"
 """The folder, inside a bundle, where pieces are kept until the run is finished."""
 
+MAY_CHANGE = ("device", "precision", "versions")
+"""What of a manifest may be another when a run goes on."""
+
 M = TypeVar("M")
 
 
@@ -46,6 +49,7 @@ def carry_out(
         refuse_another_plan(bundle, plan, manifest)
         if (bundle.folder / "results.json").is_file() and not work.folder.exists():
             return None
+        bundle.write_manifest(manifest)
         return measure(work), work
     rehearse()
     bundle.write_manifest(manifest)
@@ -57,6 +61,20 @@ def carry_out(
             work.clear()
             bundle.discard()
         raise
+
+
+def with_earlier(bundle: Bundle, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The manifest of a run, with the devices, precisions and versions of what was done before it went on with others.
+
+    They stand under "earlier", numbered from "1".
+    """
+    if not bundle.exists():
+        return dict(manifest)
+    before = bundle.manifest()
+    earlier, last = before.get("earlier", {}), {key: before.get(key) for key in MAY_CHANGE}
+    if last != {key: manifest.get(key) for key in MAY_CHANGE}:
+        earlier = earlier | {str(len(earlier) + 1): last}
+    return dict(manifest) | ({"earlier": earlier} if earlier else {})
 
 
 def refuse_other_runs(bundle: Bundle, *, resume: bool) -> None:

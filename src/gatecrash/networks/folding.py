@@ -20,6 +20,10 @@ _ROW_BY_ROW = (nn.Linear, nn.BatchNorm1d, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn
 """What leaves a tensor (B, D) with two dimensions."""
 
 
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""The attributes in which a module has its hooks."""
+
+
 class Pair(NamedTuple):
     """The names of a layer and of the batch norm that can be folded into it."""
 
@@ -133,14 +137,16 @@ def _reads_one(node: fx.Node) -> bool:
 
 def hooked(module: nn.Module) -> bool:
     """Whether hooks are registered on a module."""
-    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(bool(getattr(module, name, None)) for name in names)
+    return any(bool(getattr(module, name, None)) for name in HOOKS)
 
 
 def _fused(layer: nn.Module, norm: nn.Module) -> nn.Module:
     """One layer that does what the two do, computed in double precision."""
     dtype = next(layer.parameters()).dtype
     first, second = copy.deepcopy(layer).double(), copy.deepcopy(norm).double()
+    if isinstance(second, nn.BatchNorm1d) and second.running_var is not None and not second.affine:
+        second.weight = nn.Parameter(torch.ones_like(second.running_var))  # torch wants them for a linear layer
+        second.bias = nn.Parameter(torch.zeros_like(second.running_var))
     if isinstance(first, nn.Linear) and isinstance(second, nn.BatchNorm1d):
         return fuse_linear_bn_eval(first, second).to(dtype)
     if isinstance(first, nn.Conv1d | nn.Conv2d) and isinstance(second, nn.BatchNorm1d | nn.BatchNorm2d):

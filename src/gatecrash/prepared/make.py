@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -50,6 +51,14 @@ def prepare(
     with torch.no_grad():
         probe = x[:2].detach()
         expected = plain(probe.clone())
+        try:
+            wider = plain(filled(probe, len(probe) + 1))
+        except torch.OutOfMemoryError as error:
+            if len(x) > 1:  # a batch half as large may have room for it
+                raise
+            raise Unfit("there is no memory for two images at once") from error
+        if not max(map(distance, wider, expected)) <= CLOSE:
+            raise Unfit("its rows depend on each other, on how many there are, or on chance")
         if pace == "half":
             try:
                 if any(map(are_probabilities, expected)):
@@ -72,7 +81,7 @@ def _copy(
     """The copy, after a look at what it gives."""
     try:
         tapped = Tapped(folded(model, taps.values()), names, dtype)
-        # With a row more than asked for: rows may not depend on each other, and are the first dimension everywhere.
+        # With a row more than asked for: rows are the first dimension everywhere.
         with left_alone(model):
             found = tapped(filled(probe, len(probe) + 1))
         far = max(map(distance, found, expected))
@@ -134,17 +143,23 @@ def reason_against(model: nn.Module, taps: Mapping[str, nn.Module]) -> str | Non
         "its weights are not float32": any(t.is_floating_point() and t.dtype != torch.float32 for t in tensors),
         "it was made in inference mode": any(tensor.is_inference() for tensor in tensors),
         "it is on several devices": len({tensor.device for tensor in tensors}) > 1,
-        "it holds tensors or modules that are not registered": any(map(any_outside, modules.values())),
+        "it holds tensors, arrays or modules that are not registered": any(map(any_outside, modules.values())),
+        "it has a batch norm without running statistics": any(map(is_of_the_batch, modules.values())),
         "a tapped layer was replaced": any(modules.get(name) is not module for name, module in taps.items()),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
+def is_of_the_batch(module: nn.Module) -> bool:
+    """Whether a module normalises by what the batch at hand has, in eval mode too."""
+    return isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None
+
+
 def any_outside(module: nn.Module) -> bool:
-    """Whether plain attributes, or lists in them, hold tensors or modules, whose changes nobody would notice."""
+    """Whether plain attributes, or lists in them, hold tensors, arrays or modules: their changes would go unnoticed."""
     registered = ("_parameters", "_buffers", "_modules")
     return any(
-        isinstance(part, Tensor | nn.Module)
+        isinstance(part, Tensor | np.ndarray | nn.Module)
         for name, value in module.__dict__.items()
         if name not in registered
         for part in _parts(value)

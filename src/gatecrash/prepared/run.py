@@ -68,6 +68,10 @@ class Record:
 
     stamp: Stamp
     wait: int
+    """Calls before it may be copied."""
+    waits: bool = False
+    """Whether it runs as it is. In an `unchanged` block it does so from the first call to the last, or for none: a copy
+    made in between would have the search go on with other values than it began with."""
     weights: list[Tensor] = field(default_factory=list)
     networks: dict[Any, PreparedNetwork | None] = field(default_factory=dict)
     doubted: bool = False
@@ -104,9 +108,9 @@ def _network_for(
             return None
         if record is None or not record.holds(stamp):
             record = _records[model] = Record(stamp, wait=0 if record is None else SETTLED)
-        record.block = now
-    if record.wait > 0:
-        record.wait -= 1
+        record.block, record.waits = now, record.wait > 0
+    record.wait = max(record.wait - 1, 0)
+    if record.waits:
         return None
     stamp = record.stamp
     pace, preparation = current_pace(), current_preparation()

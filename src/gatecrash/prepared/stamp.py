@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gatecrash.networks.folding import HOOKS
+
 _TORCHS = frozenset(nn.Module().__dict__)
 """The attributes of every module, of which parameters, buffers and modules are looked at in their own right."""
 
@@ -18,10 +20,11 @@ _PLAIN = frozenset({bool, int, float, str, tuple, type(None), torch.dtype, torch
 
 
 class Stamp:
-    """A network's modules with their plain attributes and functions, and its tensors with their places and versions.
+    """A network's modules with their plain attributes, functions and hooks, and its tensors with places and versions.
 
     Two stamps are equal when nothing was replaced, moved or written to in between. What is written through `.data`
-    leaves a tensor's version alone, and is found by comparing the weights only: `same_weights`.
+    leaves a tensor's version alone, and is found by comparing the weights only: `same_weights`. What other objects
+    among the attributes hold is not looked at.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -32,7 +35,7 @@ class Stamp:
             self.numbers.append(id(module))
             self.things.append(type(module))
             self.things += [value for value in module.__dict__.values() if type(value) in _PLAIN]
-            self.things += [_marked(function) for function in _functions_of(module)]
+            self.things += [_marked(thing) for thing in _things_in(module)]
             self.tensors += [
                 tensor for tensor in chain(module._parameters.values(), module._buffers.values()) if tensor is not None
             ]
@@ -62,23 +65,28 @@ class Stamp:
         return len(weights) == len(now) and all(map(torch.equal, weights, now))
 
 
-def _functions_of(module: nn.Module) -> Iterator[Any]:
-    """The functions among a module's attributes, and in the lists and dictionaries among them."""
+def _things_in(module: nn.Module) -> Iterator[Any]:
+    """A module's hooks, the functions among its attributes, and what is plain or a function in lists and dictionaries.
+
+    Hooks stand in dictionaries among torch's own attributes.
+    """
     for name, value in module.__dict__.items():
-        if name not in _TORCHS and type(value) not in _PLAIN:
+        if type(value) not in _PLAIN and (name not in _TORCHS or name in HOOKS):
             inside = value if isinstance(value, list) else value.values() if isinstance(value, dict) else (value,)
-            yield from (part for part in inside if callable(part) and not isinstance(part, nn.Module))
+            for part in inside:
+                if type(part) in _PLAIN or (callable(part) and not isinstance(part, nn.Module)):
+                    yield part
 
 
-def _marked(function: Any) -> Any:
+def _marked(thing: Any) -> Any:
     """A weak reference, since a function may hold its module; it is one and the same while the function is there.
 
-    An address is not: a new function may be given that of one that is gone.
+    An address is not: a new function may be given that of one that is gone. What is plain is itself.
     """
     try:
-        return weakref.ref(function)
+        return weakref.ref(thing)
     except TypeError:  # of a class without weak references
-        return function
+        return thing
 
 
 def _identical(first: list[Any], second: list[Any]) -> bool:

@@ -13,7 +13,7 @@ import yaml
 from gatecrash.audit.job import as_set, encoders_in
 from gatecrash.audit.manifest import manifest_of, pick_device
 from gatecrash.audit.plan import read_plan
-from gatecrash.audit.running import carry_out, refuse_other_runs
+from gatecrash.audit.running import carry_out, refuse_other_runs, with_earlier
 from gatecrash.bundle import Bundle, TriageResults
 from gatecrash.data import ImageSet
 from gatecrash.detectors import Detector
@@ -221,7 +221,7 @@ def run_triage(job: TriageJob, out: Path, *, resume: bool) -> TriageResults:
     manifest = manifest_of(
         seed=job.seed, device=job.device, networks=job.networks, sets=job.sets, attacks=(), precision="float32"
     )
-    manifest["threat_model"] = threat_model(job.adversaries)
+    manifest = with_earlier(bundle, manifest | {"threat_model": threat_model(job.adversaries)})
     done = carry_out(
         bundle, job.plan, manifest, job.seed, lambda: rehearse(job), lambda work: measure(job, work), resume=resume
     )
