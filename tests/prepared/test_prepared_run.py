@@ -313,9 +313,9 @@ def test_a_copy_that_would_run_the_network_itself_is_none(pace: Any) -> None:
     assert all(module.training and not module._forward_pre_hooks for module in model.modules())
 
 
-def test_where_nothing_changes_a_network_is_looked_at_once_and_in_the_next_block_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def looked(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
+    """The networks that are looked at for changes, one after the other."""
     looked, make = [], Stamp.__init__
 
     def counted(stamp: Stamp, model: nn.Module) -> None:
@@ -323,6 +323,12 @@ def test_where_nothing_changes_a_network_is_looked_at_once_and_in_the_next_block
         make(stamp, model)
 
     monkeypatch.setattr(Stamp, "__init__", counted)
+    return looked
+
+
+def test_where_nothing_changes_a_network_is_looked_at_once_and_in_the_next_block_again(
+    looked: list[nn.Module],
+) -> None:
     encoder, x = Encoder(Smooth()), images(3)
     with fast(), torch.no_grad():
         with unchanged():
@@ -338,14 +344,7 @@ def test_where_nothing_changes_a_network_is_looked_at_once_and_in_the_next_block
         torch.testing.assert_close(z, first[0] + 1)
 
 
-def test_a_mixed_search_looks_at_its_network_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked, make = [], Stamp.__init__
-
-    def counted(stamp: Stamp, model: nn.Module) -> None:
-        looked.append(model)
-        make(stamp, model)
-
-    monkeypatch.setattr(Stamp, "__init__", counted)
+def test_a_mixed_search_looks_at_its_network_once(looked: list[nn.Module]) -> None:
     encoder = Encoder(Smooth())
     with preparing(devices=("cpu",), compile_after=None):
         gate.collide(encoder, images(4), images(4, seed=1), gate.L2(0.5), steps=30, precision="mixed")

@@ -18,8 +18,6 @@ _NOTHING = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d)
 """What does nothing in eval mode."""
 _ROW_BY_ROW = (nn.Linear, nn.BatchNorm1d, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, *_NOTHING)
 """What leaves a tensor (B, D) with two dimensions."""
-
-
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """The attributes in which a module has its hooks."""
 
