@@ -108,6 +108,19 @@ def test_what_the_newer_interface_rounds_is_exact_inside_the_block_and_as_before
     assert precisions() == before
 
 
+@pytest.mark.parametrize("precision", ["ieee", "none"])
+def test_products_that_are_exact_by_the_newer_interface_are_so_after_the_block(
+    precision: str, precisions: Callable[[], list[str]]
+) -> None:
+    backends: Any = torch.backends
+    torch.set_float32_matmul_precision("high")
+    backends.cuda.matmul.fp32_precision = precision
+    before = precisions()
+    with full_float32():
+        assert is_exact()
+    assert precisions() == before
+
+
 @pytest.mark.parametrize("precision", ["high", "medium", "highest"])
 def test_products_of_matrices_have_the_precision_they_had(precision: str, precisions: Callable[[], list[str]]) -> None:
     torch.set_float32_matmul_precision(precision)

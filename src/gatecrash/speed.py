@@ -93,7 +93,8 @@ def full_float32() -> Iterator[None]:
     with ExitStack() as back:
         products = _told(torch.get_float32_matmul_precision)
         if products not in (None, "highest"):
-            back.callback(_give_back, _BACKENDS.mkldnn.matmul, _BACKENDS.mkldnn.matmul.fp32_precision)
+            for part in (_BACKENDS.mkldnn.matmul, _BACKENDS.cuda.matmul):  # which the flag writes to
+                back.callback(_give_back, part, part.fp32_precision)
             back.callback(torch.set_float32_matmul_precision, products)
             torch.set_float32_matmul_precision("highest")
         if _told(lambda: torch.backends.cudnn.allow_tf32):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from small_networks import Smooth, fast, images, with_gradient
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import batch_norm, linear
 
 import gatecrash as gate
 from gatecrash.encoder import Encoder
@@ -117,6 +117,20 @@ class Narrow(Smooth):
         return super().forward(x)
 
 
+class Heavy(Smooth):
+    """A network beside which a second one has no room."""
+
+    def __deepcopy__(self, memo: Any) -> Heavy:
+        raise torch.OutOfMemoryError("there is none left")
+
+
+class OfTheBatch(Smooth):
+    """Normalises by the batch at hand, with no module that says so."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(batch_norm(x, None, None, training=True))
+
+
 class Leaning(Smooth):
     """Every image's output depends a little on the others: less than bf16 rounds."""
 
@@ -211,9 +225,18 @@ def test_what_depends_on_the_batch_is_not_taken_for_rounding_in_half_precision(m
 
 
 @pytest.mark.parametrize("pace", ["prepared", "half"])
-def test_a_network_with_memory_for_one_image_runs_as_it_is(pace: Any) -> None:
-    encoder = Encoder(Narrow(1))
-    with pytest.warns(RuntimeWarning, match="no memory for two images at once"):
+def test_one_image_tells_whether_rows_depend_on_each_other(pace: Any) -> None:
+    encoder = Encoder(OfTheBatch())
+    with pytest.warns(RuntimeWarning, match="its rows depend on each other"):
+        assert_same(encoder, images(1), pace=pace)
+    assert not prepared(encoder.model)
+
+
+@pytest.mark.parametrize("make", [Heavy, lambda: Narrow(1)], ids=["copy", "pass"])
+@pytest.mark.parametrize("pace", ["prepared", "half"])
+def test_a_network_with_memory_for_one_image_runs_as_it_is(make: Callable[[], nn.Module], pace: Any) -> None:
+    encoder = Encoder(make())
+    with pytest.warns(RuntimeWarning, match="there is no memory for a copy of it"):
         assert_same(encoder, images(1), pace=pace)
 
 

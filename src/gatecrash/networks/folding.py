@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -18,7 +18,7 @@ _NOTHING = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d)
 """What does nothing in eval mode."""
 _ROW_BY_ROW = (nn.Linear, nn.BatchNorm1d, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, *_NOTHING)
 """What leaves a tensor (B, D) with two dimensions."""
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """The attributes in which a module has its hooks."""
 
 
@@ -134,17 +134,25 @@ def _reads_one(node: fx.Node) -> bool:
 
 
 def hooked(module: nn.Module) -> bool:
-    """Whether hooks are registered on a module."""
-    return any(bool(getattr(module, name, None)) for name in HOOKS)
+    """Whether hooks are registered on a module, other than those of an encoder's pass in another thread."""
+    return any(True for _ in hooks_of(module))
+
+
+def hooks_of(module: nn.Module) -> Iterator[Any]:
+    """A module's hooks, without those that this package hangs there for the length of a pass."""
+    for name in _HOOKS:
+        for hook in list((module.__dict__.get(name) or {}).values()):
+            if not str(getattr(hook, "__module__", "")).startswith("gatecrash."):
+                yield hook
 
 
 def _fused(layer: nn.Module, norm: nn.Module) -> nn.Module:
     """One layer that does what the two do, computed in double precision."""
     dtype = next(layer.parameters()).dtype
     first, second = copy.deepcopy(layer).double(), copy.deepcopy(norm).double()
-    if isinstance(second, nn.BatchNorm1d) and second.running_var is not None and not second.affine:
-        second.weight = nn.Parameter(torch.ones_like(second.running_var))  # torch wants them for a linear layer
-        second.bias = nn.Parameter(torch.zeros_like(second.running_var))
+    if isinstance(second, nn.BatchNorm1d) and second.running_var is not None:  # torch wants both for a linear layer
+        second.weight = nn.Parameter(torch.ones_like(second.running_var)) if second.weight is None else second.weight
+        second.bias = nn.Parameter(torch.zeros_like(second.running_var)) if second.bias is None else second.bias
     if isinstance(first, nn.Linear) and isinstance(second, nn.BatchNorm1d):
         return fuse_linear_bn_eval(first, second).to(dtype)
     if isinstance(first, nn.Conv1d | nn.Conv2d) and isinstance(second, nn.BatchNorm1d | nn.BatchNorm2d):

@@ -68,10 +68,8 @@ class Record:
 
     stamp: Stamp
     wait: int
-    """Calls before it may be copied."""
-    waits: bool = False
-    """Whether it runs as it is. In an `unchanged` block it does so from the first call to the last, or for none: a copy
-    made in between would have the search go on with other values than it began with."""
+    """Calls before it may be copied, outside of `unchanged` blocks. In one it is copied at once: a search that began
+    with the network and went on with a copy of it would compare the values of two paces."""
     weights: list[Tensor] = field(default_factory=list)
     networks: dict[Any, PreparedNetwork | None] = field(default_factory=dict)
     doubted: bool = False
@@ -108,20 +106,23 @@ def _network_for(
             return None
         if record is None or not record.holds(stamp):
             record = _records[model] = Record(stamp, wait=0 if record is None else SETTLED)
-        record.block, record.waits = now, record.wait > 0
-    record.wait = max(record.wait - 1, 0)
-    if record.waits:
+        record.block = now
+    if record.wait > 0 and now is None:
+        record.wait -= 1
         return None
     stamp = record.stamp
     pace, preparation = current_pace(), current_preparation()
     key = names, pace, x.shape[1:], preparation
     if key not in record.networks:
-        record.weights = record.weights or stamp.weights()
         for old in list(record.networks)[: 1 - KEPT]:
             del record.networks[old]
         try:
+            record.weights = record.weights or stamp.weights()
             record.networks[key] = prepare(model, taps, names, x, pace, plain, preparation)
-        except Unfit as reason:
+        except (Unfit, torch.OutOfMemoryError) as error:
+            if not isinstance(error, Unfit) and len(x) > 1:  # a batch half as large may leave room for a copy
+                raise
+            reason = error if isinstance(error, Unfit) else "there is no memory for a copy of it"
             record.networks[key] = None
             message = f"{type(model).__name__} runs as it is, without being prepared for speed: {reason}"
             warnings.warn(message, RuntimeWarning, stacklevel=2)

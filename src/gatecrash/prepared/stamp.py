@@ -8,34 +8,41 @@ from itertools import chain
 from operator import is_
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gatecrash.networks.folding import HOOKS
+from gatecrash.networks.folding import hooks_of
 
 _TORCHS = frozenset(nn.Module().__dict__)
-"""The attributes of every module, of which parameters, buffers and modules are looked at in their own right."""
+"""The attributes of every module, of which parameters, buffers, modules and hooks are looked at in their own right."""
 
-_PLAIN = frozenset({bool, int, float, str, tuple, type(None), torch.dtype, torch.Size})
+_PLAIN = frozenset({bool, int, float, complex, str, tuple, type(None), torch.dtype, torch.Size})
 
 
 class Stamp:
     """A network's modules with their plain attributes, functions and hooks, and its tensors with places and versions.
 
-    Two stamps are equal when nothing was replaced, moved or written to in between. What is written through `.data`
-    leaves a tensor's version alone, and is found by comparing the weights only: `same_weights`. What other objects
-    among the attributes hold is not looked at.
+    Two stamps are equal when nothing was replaced by something else, moved or written to in between. What is written
+    through `.data` leaves a tensor's version alone, and is found by comparing the weights only: `same_weights`. What
+    other objects among the attributes hold is not looked at.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.things: list[Any] = []  # never a module: a stamp must not keep its network alive
+        self.values: list[Any] = []
         self.numbers: list[int] = []
         self.tensors: list[Tensor] = []
         for module in model.modules():
             self.numbers.append(id(module))
             self.things.append(type(module))
-            self.things += [value for value in module.__dict__.values() if type(value) in _PLAIN]
-            self.things += [_marked(thing) for thing in _things_in(module)]
+            self.things += [_marked(hook) for hook in hooks_of(module)]
+            for name, value in module.__dict__.items():
+                if type(value) in _PLAIN:
+                    self.values.append(value)
+                elif name not in _TORCHS:
+                    for part in _parts(value):
+                        (self.values if _is_plain(part) else self.things).append(part)
             self.tensors += [
                 tensor for tensor in chain(module._parameters.values(), module._buffers.values()) if tensor is not None
             ]
@@ -48,6 +55,7 @@ class Stamp:
             and self.numbers == other.numbers
             and _identical(self.tensors, other.tensors)
             and _identical(self.things, other.things)
+            and _alike(self.values, other.values)
         )
 
     __hash__ = None  # type: ignore[assignment]
@@ -65,23 +73,30 @@ class Stamp:
         return len(weights) == len(now) and all(map(torch.equal, weights, now))
 
 
-def _things_in(module: nn.Module) -> Iterator[Any]:
-    """A module's hooks, the functions among its attributes, and what is plain or a function in lists and dictionaries.
+def _parts(value: Any) -> Iterator[Any]:
+    """What is plain in an attribute, in lists and dictionaries too, and marks of the functions there."""
+    if isinstance(value, dict):
+        for key, part in list(value.items()):
+            yield from _parts(key)
+            yield from _parts(part)
+    elif isinstance(value, list | set | frozenset):
+        yield len(value)
+        for part in list(value):
+            yield from _parts(part)
+    elif _is_plain(value):
+        yield value
+    elif callable(value) and not isinstance(value, nn.Module):
+        yield _marked(value)
 
-    Hooks stand in dictionaries among torch's own attributes.
-    """
-    for name, value in module.__dict__.items():
-        if type(value) not in _PLAIN and (name not in _TORCHS or name in HOOKS):
-            inside = value if isinstance(value, list) else value.values() if isinstance(value, dict) else (value,)
-            for part in inside:
-                if type(part) in _PLAIN or (callable(part) and not isinstance(part, nn.Module)):
-                    yield part
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in _PLAIN or isinstance(value, np.generic)
 
 
 def _marked(thing: Any) -> Any:
     """A weak reference, since a function may hold its module; it is one and the same while the function is there.
 
-    An address is not: a new function may be given that of one that is gone. What is plain is itself.
+    An address is not: a new function may be given that of one that is gone.
     """
     try:
         return weakref.ref(thing)
@@ -91,3 +106,14 @@ def _marked(thing: Any) -> Any:
 
 def _identical(first: list[Any], second: list[Any]) -> bool:
     return len(first) == len(second) and all(map(is_, first, second))
+
+
+def _alike(first: Any, second: Any) -> bool:
+    """Whether plain values are the same; a list or tuple of them is compared part by part."""
+    if first is second:
+        return True
+    if type(first) is not type(second):
+        return False
+    if isinstance(first, list | tuple):
+        return len(first) == len(second) and all(map(_alike, first, second))
+    return _is_plain(first) and bool(first == second)
